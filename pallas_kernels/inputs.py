@@ -1,0 +1,43 @@
+"""The per-request arrays of a step, one dataclass per operation.
+
+Keyword-only, because swapping two int32 arrays would be silent.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "mamba_state_idx",
+        "num_accepted_tokens",
+        "num_computed_tokens",
+        "num_scheduled_tokens",
+        "num_draft_tokens",
+    ],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PostprocessInputs:
+    """What `postprocess_mamba` knows of each request, int32 `[slots]`, in slot order.
+
+    Attributes:
+      mamba_state_idx: column of the request's running block; -1 where it has none.
+      num_accepted_tokens: tokens that verification accepted, the bonus token included: at least 1,
+        as in vLLM. tpu-inference's read offset is this minus 1; sglang-jax's accept lengths leave
+        the bonus token out. A row with 0 is left alone.
+      num_computed_tokens: tokens whose state was computed before the step; where the two counts
+        below are None, the tokens that are final after it.
+      num_scheduled_tokens: tokens scheduled in the step, drafts included.
+      num_draft_tokens: draft tokens among them. Both counts are given, or neither.
+    """
+
+    mamba_state_idx: Any
+    num_accepted_tokens: Any
+    num_computed_tokens: Any
+    num_scheduled_tokens: Any = None
+    num_draft_tokens: Any = None

@@ -1,0 +1,200 @@
+"""Moves one tile of a block on Mosaic GPU: bulk copies through a stage, registers only to shift.
+
+Each function issues its stores without waiting for them; the caller commits them as one group and
+waits before the stage is used again.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.tiling import ShiftedRows, TokenRows, UnalignedTokenRows, num_tiles, padded, vector_size
+
+_INT_OF_BYTES = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
+
+# The default out-of-bounds mode needs a descriptor of at most 256 elements a side. This one is the
+# plain bulk copy, and every start and size below is inside its block.
+bulk_load = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+bulk_store = functools.partial(plgpu.copy_smem_to_gmem, commit_group=False)
+
+Ref = Any
+Index = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TileCopy:
+    """The operands of one tile's copy.
+
+    Attributes:
+      pools_gmem: refs `[rows, elements of a block]` of equal geometry.
+      pool: which of them, int32.
+      stage_smem: ref `[stage elements]`.
+      loaded: barriers, one per load in flight.
+      src: row of the source block, int32.
+      dst: row of the destination block, int32.
+      offset: tokens to shift by, int32 in `[0, state_len)`.
+    """
+
+    pools_gmem: Sequence[Ref]
+    pool: jax.Array
+    stage_smem: Ref
+    loaded: Ref
+    src: jax.Array
+    dst: jax.Array
+    offset: jax.Array
+
+    def load(self, block: jax.Array, start: Index, size: int, stage_start: Index, barrier: Index) -> None:
+        """Starts a copy of `size` elements of `block` into the stage."""
+        stage = self.stage_smem.at[pl.ds(stage_start, size)]
+        self._on_pool(lambda ref: bulk_load(ref.at[block, pl.ds(start, size)], stage, self.loaded.at[barrier]))
+
+    def store(self, start: Index, size: int, stage_start: Index) -> None:
+        """Starts a copy of `size` elements of the stage into the destination block."""
+        stage = self.stage_smem.at[pl.ds(stage_start, size)]
+        self._on_pool(lambda ref: bulk_store(stage, ref.at[self.dst, pl.ds(start, size)]))
+
+    def wait(self, barrier: Index) -> None:
+        plgpu.barrier_wait(self.loaded.at[barrier])
+
+    def _on_pool(self, copy: Callable[[Ref], None]) -> None:
+        if len(self.pools_gmem) == 1:
+            copy(self.pools_gmem[0])
+        else:
+            lax.switch(self.pool, [functools.partial(copy, ref) for ref in self.pools_gmem])
+
+
+def copy_token_rows(tiling: TokenRows, copy: TileCopy, tile: jax.Array) -> None:
+    """Moves tokens `offset` and later of a channel range to the front of the destination."""
+
+    def move(start: Index, size: int) -> None:
+        def load(token: Index) -> None:
+            copy.load(copy.src, token * tiling.extent + start, size, token * tiling.tile, token)
+
+        def store(token: Index) -> None:
+            copy.store((token - copy.offset) * tiling.extent + start, size, token * tiling.tile)
+
+        if tiling.num_tokens == 1:
+            load(0)
+            copy.wait(0)
+            copy.store(start, size, 0)
+        else:
+            tokens = pl.loop(copy.offset, jnp.int32(tiling.num_tokens))
+            tokens(load)
+            tokens(copy.wait)
+            # In a block that is shifted in place, the rows written now are rows read just before.
+            plgpu.commit_smem()
+            tokens(store)
+
+    _with_tile(tiling, tile, move)
+
+
+def copy_shifted_rows(tiling: ShiftedRows, copy: TileCopy, tile: jax.Array) -> None:
+    """Shifts the tokens of a channel range within each channel; its last `offset` tokens keep their bytes."""
+
+    def move(start: Index, size: int) -> None:
+        copy.load(copy.src, start, size, 0, 0)
+
+        @pl.when(copy.offset == 0)
+        def _copy_whole() -> None:
+            copy.wait(0)
+            copy.store(start, size, 0)
+
+        @pl.when(copy.offset > 0)
+        def _copy_shifted() -> None:
+            copy.load(copy.dst, start, size, tiling.destination_start, 1)
+            copy.wait(0)
+            copy.wait(1)
+            _shift(
+                copy.stage_smem,
+                size,
+                source_start=copy.offset,
+                destination_start=tiling.destination_start,
+                is_moved=lambda i: lax.rem(i, jnp.int32(tiling.state_len)) < tiling.state_len - copy.offset,
+            )
+            copy.store(start, size, tiling.destination_start)
+
+    _with_tile(tiling, tile, move)
+
+
+def copy_unaligned_token_rows(tiling: UnalignedTokenRows, copy: TileCopy) -> None:
+    """Moves a whole block front to back, realigning the shifted source in registers."""
+    shift = copy.offset * tiling.row
+    num_moved = tiling.extent - shift
+
+    def move(start: Index, size: int) -> None:
+        @pl.when(start < num_moved)
+        def _step() -> None:
+            aligned = lax.div(start + shift, jnp.int32(tiling.unit)) * tiling.unit
+            source = jnp.minimum(aligned, tiling.extent - tiling.source_tile)
+            copy.load(copy.src, source, tiling.source_tile, 0, 0)
+            copy.load(copy.dst, start, size, tiling.destination_start, 1)
+            copy.wait(0)
+            copy.wait(1)
+            _shift(
+                copy.stage_smem,
+                size,
+                source_start=start + shift - source,
+                destination_start=tiling.destination_start,
+                is_moved=lambda i: i < num_moved - start,
+            )
+            copy.store(start, size, tiling.destination_start)
+            # The next step reads beyond what this one wrote, but into the same copy unit.
+            plgpu.commit_smem_to_gmem_group()
+            plgpu.wait_smem_to_gmem(0)
+
+    @pl.loop(jnp.int32(0), jnp.int32(num_tiles(tiling)))
+    def _walk(tile: jax.Array) -> None:
+        _with_tile(tiling, tile, move)
+
+
+def _with_tile(
+    tiling: TokenRows | ShiftedRows | UnalignedTokenRows, tile: jax.Array, move: Callable[[Index, int], None]
+) -> None:
+    """Calls `move(start, size)` with a static size, which the last tile may have to itself."""
+    last = num_tiles(tiling) - 1
+    last_size = tiling.extent - last * tiling.tile
+    if last_size == tiling.tile:
+        move(tile * tiling.tile, tiling.tile)
+    else:
+        if last > 0:
+            pl.when(tile < last)(lambda: move(tile * tiling.tile, tiling.tile))
+        pl.when(tile == last)(lambda: move(last * tiling.tile, last_size))
+
+
+def _shift(
+    stage_smem: Ref,
+    size: int,
+    *,
+    source_start: jax.Array,
+    destination_start: int,
+    is_moved: Callable[[jax.Array], jax.Array],
+) -> None:
+    """Replaces the moved elements of the staged destination by those of the staged source."""
+    length = vector_size(size)
+    layout = plgpu.Layout.WG_STRIDED((length,), vec_size=1)
+    dtype = stage_smem.dtype
+    bits = _INT_OF_BYTES[np.dtype(dtype).itemsize]
+
+    def load(start: Index) -> jax.Array:
+        vector = plgpu.load(stage_smem.at[pl.ds(start, length)], layout=layout, optimized=False)
+        return lax.bitcast_convert_type(vector, bits)
+
+    @pl.loop(jnp.int32(0), jnp.int32(padded(size) // length))
+    def _vector(k: jax.Array) -> None:
+        start = k * length
+        source, destination = load(source_start + start), load(destination_start + start)
+        index = start + plgpu.broadcasted_iota(jnp.int32, (length,), 0, layout=layout)
+        # Masks, because Mosaic GPU has no select on 8-bit types.
+        mask = (-is_moved(index).astype(jnp.int32)).astype(bits)
+        merged = (source & mask) | (destination & ~mask)
+        stage_smem[pl.ds(destination_start + start, length)] = lax.bitcast_convert_type(merged, dtype)
+
+    plgpu.commit_smem()

@@ -1,0 +1,182 @@
+"""How the Mosaic GPU kernel cuts blocks into tiles. Static geometry, no device code.
+
+A bulk copy moves whole units of 16 bytes between 16-byte aligned addresses, so every tile starts
+and ends on such a unit. A stage is the shared memory that one tile passes through.
+"""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+
+from layouts import ConvStateLayout
+from pallas_kernels.pools import Pool, StateKind
+
+# What a bulk copy moves a multiple of.
+COPY_UNIT_BYTES = 16
+# One Pallas thread is a warpgroup, whose vectors hold a multiple of 128 elements.
+LANES = 128
+# A shift handles a tile in vectors of at most this many elements, to bound its registers.
+_MAX_VECTOR = 1024
+# Stages may grow to this where a single row needs it: two of them fit an SM's shared memory.
+_MAX_STAGE_BYTES = 96 * 1024
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Returns the smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRows:
+    """Blocks of `num_tokens` rows, each a whole number of copy units: temporal and aligned SD blocks.
+
+    A tile is a range of channels over all tokens, so that a shift inside one block reads all it
+    needs before it writes. No register is involved. A temporal block is a single row.
+
+    Attributes:
+      num_tokens: rows of a block.
+      extent: elements of a row, the axis that is tiled.
+      tile: elements of a tile in each row.
+    """
+
+    num_tokens: int
+    extent: int
+    tile: int
+
+    @property
+    def stage_elements(self) -> int:
+        return self.num_tokens * self.tile
+
+    @property
+    def num_barriers(self) -> int:
+        return self.num_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class ShiftedRows:
+    """Blocks whose tokens are the inner axis, `[dim, state_len]`: DS. A tile is a range of whole channels.
+
+    Attributes:
+      state_len: elements of a channel.
+      extent: elements of a block, the axis that is tiled.
+      tile: elements of a tile, a multiple of `state_len`.
+    """
+
+    state_len: int
+    extent: int
+    tile: int
+
+    @property
+    def destination_start(self) -> int:
+        """Where the destination's old bytes lie in the stage, behind the source and what a shift overreads."""
+        return round_up(padded(self.tile) + self.state_len, LANES)
+
+    @property
+    def stage_elements(self) -> int:
+        return self.destination_start + padded(self.tile)
+
+    @property
+    def num_barriers(self) -> int:
+        return 2
+
+
+@dataclasses.dataclass(frozen=True)
+class UnalignedTokenRows:
+    """SD blocks whose rows are no whole number of copy units, though the block is.
+
+    No tile of theirs is independent of its neighbours, so one thread block walks the whole block
+    from front to back. Real models have no such widths; they are slow, but right.
+
+    Attributes:
+      row: elements of a token's row.
+      extent: elements of a block.
+      tile: elements of a step.
+      unit: elements of a copy unit.
+    """
+
+    row: int
+    extent: int
+    tile: int
+    unit: int
+
+    @property
+    def source_tile(self) -> int:
+        """Elements read for a step: a copy unit more, since a shifted source starts anywhere in a unit."""
+        return min(self.extent, self.tile + self.unit)
+
+    @property
+    def destination_start(self) -> int:
+        """Where the destination's old bytes lie in the stage, behind the source and what a shift overreads."""
+        return round_up(self.source_tile + padded(self.tile), LANES)
+
+    @property
+    def stage_elements(self) -> int:
+        return self.destination_start + padded(self.tile)
+
+    @property
+    def num_barriers(self) -> int:
+        return 2
+
+
+Tiling = TokenRows | ShiftedRows | UnalignedTokenRows
+
+
+def num_tiles(tiling: Tiling) -> int:
+    """Tiles of a block, the last one possibly smaller."""
+    return -(-tiling.extent // tiling.tile)
+
+
+def vector_size(tile: int) -> int:
+    """Elements of the vectors that shift a tile."""
+    return min(round_up(tile, LANES), _MAX_VECTOR)
+
+
+def padded(tile: int) -> int:
+    """`tile` rounded up to whole vectors."""
+    return round_up(tile, vector_size(tile))
+
+
+def _even_tile(extent: int, limit: int, multiple: int) -> int:
+    """A tile of at most about `limit` elements that cuts `extent` as evenly as `multiple` allows."""
+    limit = max(limit // multiple, 1) * multiple
+    count = -(-extent // limit)
+    return min(round_up(-(-extent // count), multiple), extent)
+
+
+def tile_blocks(pool: Pool, conv_layout: ConvStateLayout, stage_bytes: int) -> Tiling:
+    """Cuts the blocks of `pool` so that a tile's stage takes about `stage_bytes`."""
+    unit = COPY_UNIT_BYTES // math.gcd(COPY_UNIT_BYTES, pool.dtype.itemsize)
+    budget = stage_bytes // pool.dtype.itemsize
+    size = pool.block_size
+    if pool.kind is StateKind.TEMPORAL:
+        return TokenRows(num_tokens=1, extent=size, tile=_even_tile(size, budget, unit))
+    if conv_layout is ConvStateLayout.DS:
+        state_len = pool.block_shape[1]
+        return ShiftedRows(
+            state_len=state_len, extent=size, tile=_even_tile(size, budget // 2, math.lcm(state_len, unit))
+        )
+    num_tokens, row = pool.block_shape
+    if row % unit == 0 and num_tokens * unit <= budget:
+        return TokenRows(num_tokens=num_tokens, extent=row, tile=_even_tile(row, budget // num_tokens, unit))
+    return UnalignedTokenRows(row=row, extent=size, tile=_even_tile(size, budget // 3, unit), unit=unit)
+
+
+def kernel_obstacle(pool: Pool, conv_layout: ConvStateLayout) -> str | None:
+    """Says what keeps `pool` off the Mosaic GPU kernel; None if nothing does."""
+    if not _is_kernel_dtype(pool.dtype):
+        return f"{pool.path} has dtype {pool.dtype.name}; the kernel moves 1-, 2-, 4- and 8-byte integers and floats"
+    if pool.block_bytes % COPY_UNIT_BYTES:
+        return f"{pool.path} has blocks of {pool.block_bytes} bytes; the kernel takes multiples of {COPY_UNIT_BYTES}"
+    if pool.size and tile_blocks(pool, conv_layout, 0).stage_elements * pool.dtype.itemsize > _MAX_STAGE_BYTES:
+        return f"{pool.path} has a state_len of {pool.block_shape[1]}, too long for a stage in shared memory"
+    return None
+
+
+def _is_kernel_dtype(dtype: np.dtype) -> bool:
+    if jax.numpy.issubdtype(dtype, np.integer):
+        return jax.numpy.iinfo(dtype).bits in (8, 16, 32, 64)
+    if jax.numpy.issubdtype(dtype, np.floating):
+        return jax.numpy.finfo(dtype).bits in (8, 16, 32, 64)
+    return False
