@@ -19,7 +19,7 @@ class KernelConfig:
     """
 
     num_ctas: int | None = None
-    ctas_per_sm: int = 8
+    ctas_per_sm: int = 4
     stage_bytes: int = 16384
 
     def __post_init__(self) -> None:

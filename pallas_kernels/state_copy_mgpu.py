@@ -253,10 +253,15 @@ def _copy_states(
 
         plgpu.wait_smem_to_gmem(0)
 
+    def do_chunk_of_many(chunk: jax.Array) -> None:
+        do_chunk(chunk)
+        # The next chunk's vectors arrive by bulk copies where this one's were just read.
+        plgpu.commit_smem()
+
     if step.num_chunks == 1:
         do_chunk(0)
     else:
-        pl.loop(jnp.int32(0), jnp.int32(step.num_chunks))(do_chunk)
+        pl.loop(jnp.int32(0), jnp.int32(step.num_chunks))(do_chunk_of_many)
 
 
 def _layout(length: int) -> Any:
@@ -350,13 +355,18 @@ def _deal_items(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             start = 0
             for group in step.groups:
-                refs = [pools_gmem[i] for i in group.members]
-                stage_smem = stages_smem[step.dtypes.index(group.pool.dtype)]
-
-                @pl.when((item >= start) & (item < start + group.num_items))
-                def _copy(group=group, start=start, refs=refs, stage_smem=stage_smem) -> None:
-                    _copy_tile(step, group, refs, item - start, offset, ids[group.pool.table], stage_smem, loaded)
-
+                copy_tile = functools.partial(
+                    _copy_tile,
+                    step.null_block_id,
+                    group,
+                    [pools_gmem[i] for i in group.members],
+                    item - start,
+                    offset,
+                    ids[group.pool.table],
+                    stages_smem[step.dtypes.index(group.pool.dtype)],
+                    loaded,
+                )
+                pl.when((item >= start) & (item < start + group.num_items))(copy_tile)
                 start += group.num_items
             plgpu.commit_smem_to_gmem_group()
 
@@ -367,7 +377,7 @@ def _deal_items(
 
 
 def _copy_tile(
-    step: _Step,
+    null_block_id: int | None,
     group: _Group,
     refs: Sequence[Ref],
     item: jax.Array,
@@ -383,7 +393,7 @@ def _copy_tile(
     block = lax.div(item, jnp.int32(group.tiles_per_block))
     layer = lax.rem(block, jnp.int32(group.num_layers))
     src = ids.conv_src if is_conv else ids.temporal_src
-    usable = blocks_usable(src, ids.dst, num_blocks=pool.num_blocks, null_block_id=step.null_block_id)
+    usable = blocks_usable(src, ids.dst, num_blocks=pool.num_blocks, null_block_id=null_block_id)
     if is_conv:
         usable &= conv_copies(src, ids.dst, offset, group.state_len)
     else:

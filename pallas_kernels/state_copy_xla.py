@@ -67,12 +67,13 @@ def _shifted(source: jax.Array, destination: jax.Array, offset: jax.Array, token
     return jnp.where(moved, window, destination)
 
 
-def _block_index(pool: Pool, block: jax.Array) -> tuple[list[jax.Array | int], tuple[int, ...]]:
+def _block_index(pool: Pool, block: jax.Array) -> tuple[list[jax.Array], tuple[int, ...]]:
     """Start indices and slice sizes of one block, in all layers of a stacked leaf."""
     block = jnp.clip(block, 0, pool.num_blocks - 1)
-    lead = [] if pool.num_layers is None else [0]
+    zero = jnp.int32(0)
+    lead = [] if pool.num_layers is None else [zero]
     sizes = () if pool.num_layers is None else (pool.num_layers,)
-    return [*lead, block, *(0 for _ in pool.block_shape)], (*sizes, 1, *pool.block_shape)
+    return [*lead, block, *(zero for _ in pool.block_shape)], (*sizes, 1, *pool.block_shape)
 
 
 def _read(leaf: jax.Array, pool: Pool, block: jax.Array) -> jax.Array:

@@ -62,6 +62,7 @@ class TileCopy:
         self._on_pool(lambda ref: bulk_store(stage, ref.at[self.dst, pl.ds(start, size)]))
 
     def wait(self, barrier: Index) -> None:
+        """Waits for the load that was started on `barrier`."""
         plgpu.barrier_wait(self.loaded.at[barrier])
 
     def _on_pool(self, copy: Callable[[Ref], None]) -> None:

@@ -47,10 +47,12 @@ class TokenRows:
 
     @property
     def stage_elements(self) -> int:
+        """Elements of the stage that a tile passes through."""
         return self.num_tokens * self.tile
 
     @property
     def num_barriers(self) -> int:
+        """Loads in flight at once."""
         return self.num_tokens
 
 
@@ -75,10 +77,12 @@ class ShiftedRows:
 
     @property
     def stage_elements(self) -> int:
+        """Elements of the stage that a tile passes through."""
         return self.destination_start + padded(self.tile)
 
     @property
     def num_barriers(self) -> int:
+        """Loads in flight at once."""
         return 2
 
 
@@ -113,10 +117,12 @@ class UnalignedTokenRows:
 
     @property
     def stage_elements(self) -> int:
+        """Elements of the stage that a tile passes through."""
         return self.destination_start + padded(self.tile)
 
     @property
     def num_barriers(self) -> int:
+        """Loads in flight at once."""
         return 2
 
 
