@@ -112,7 +112,14 @@ CASES = [
     Case("batch_127", _two(Conv(16, 4), Temporal((4,)), num_blocks=260), batch=127, columns=2, block_size=4),
     Case("batch_130", _two(Conv(16, 4), Temporal((4,)), num_blocks=270), batch=130, columns=2, block_size=4),
     Case(
-        "batch_of_three_chunks", (Layer(Conv(8, 4), num_blocks=1100),), batch=1027, columns=1, block_size=2, max_draft=1
+        "batch_of_three_chunks",
+        (Layer(Conv(8, 4), num_blocks=1100),),
+        batch=1027,
+        columns=1,
+        block_size=2,
+        max_draft=1,
+        config=KernelConfig(num_ctas=2),
+        layouts=("DS",),
     ),
     Case("partial_last_tiles", _two(Conv(528, 5), Temporal((4, 520))), config=_SMALL_STAGE),
     Case("window_of_one_token", _two(Conv(16, 1), Temporal((8,)))),
