@@ -16,6 +16,7 @@ XLA = "xla"
 IMPLEMENTATIONS = (MOSAIC_GPU, XLA)
 
 _MIN_CAPABILITY = 9.0
+_OTHER_VENDORS = ("AMD", "GFX", "INTEL", "RADEON")
 # Compute capability by product name, for abstract devices, which carry nothing else.
 _CAPABILITY_OF_PRODUCT = {
     "H100": 9.0,
@@ -68,7 +69,7 @@ def target_device() -> TargetDevice:
     """Returns the abstract mesh's device if one is set, else the default backend's first device."""
     local = jax.devices()[0]
     device = jax.sharding.get_abstract_mesh().abstract_device or local
-    is_nvidia = device.platform in ("gpu", "cuda") and "NVIDIA" in device.device_kind.upper()
+    is_nvidia = device.platform in ("gpu", "cuda") and not device.device_kind.upper().startswith(_OTHER_VENDORS)
     capability = num_sms = None
     if is_nvidia and device.device_kind == local.device_kind:
         capability, num_sms = float(local.compute_capability), local.core_count

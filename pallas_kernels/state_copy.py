@@ -177,7 +177,7 @@ def _move(
             pools,
             vectors,
             tables,
-            num_reqs,
+            num_reqs.reshape(1),
             decide=lambda vectors, live: decide_postprocess(
                 vectors_of.unflatten(vectors), live, block_size=statics.block_size
             ),
@@ -239,7 +239,7 @@ def _check_statics(
         implementation=chosen,
         interpret=interpret or None,
         config=config,
-        num_ctas=config.num_ctas or config.ctas_per_sm * target_device().num_sms,
+        num_ctas=config.grid_size(target_device().num_sms, interpreted=bool(interpret)),
     )
 
 
@@ -266,15 +266,15 @@ def _check_distinct(pools: tuple[Pool, ...], leaves: list[Any]) -> None:
 
 
 def _num_reqs_array(num_reqs: jax.Array | int | None, batch: int) -> jax.Array:
-    """The number of live rows as int32 `[1]`; None counts the whole batch."""
+    """The number of live rows as an int32 scalar; None counts the whole batch."""
     if num_reqs is None:
-        return np.full((1,), batch, np.int32)
+        return np.asarray(batch, np.int32)
     assert_integer_scalar(num_reqs, "num_reqs")
     if isinstance(num_reqs, int):
-        return np.full((1,), max(min(num_reqs, batch), 0), np.int32)
+        return np.asarray(max(min(num_reqs, batch), 0), np.int32)
     if num_reqs.dtype.itemsize == 8:
         num_reqs = jnp.clip(num_reqs, 0, _INT32_MAX)
-    return jnp.asarray(num_reqs, jnp.int32).reshape(1)
+    return jnp.asarray(num_reqs, jnp.int32)
 
 
 @jax.custom_batching.custom_vmap

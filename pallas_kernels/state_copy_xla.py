@@ -11,7 +11,7 @@ from layouts import ConvStateLayout
 from pallas_kernels.plan import CopyPlan, blocks_usable, conv_copies
 from pallas_kernels.pools import Pool, StateKind
 
-_UINT_OF_BYTES = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+_UINT_OF_BITS = {4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
 
 
 def move_states(
@@ -36,6 +36,10 @@ def move_states(
     Returns:
       The leaves after the copies.
     """
+    dtypes = [leaf.dtype for leaf in leaves]
+    # XLA:CPU would convert a narrow float pool to a wider type and back for each update, which also
+    # loses bits, so such a pool is renamed as a whole.
+    leaves = [_to_bits(leaf) if leaf.dtype.itemsize == 1 else leaf for leaf in leaves]
     num_rows = plan.live.shape[0]
     copying = jnp.nonzero(plan.live, size=num_rows, fill_value=0)[0].astype(jnp.int32)
 
@@ -56,7 +60,8 @@ def move_states(
             moved.append(_write(leaf, pool, dst, jnp.where(usable, source, destination)))
         return moved
 
-    return lax.fori_loop(0, jnp.sum(plan.live, dtype=jnp.int32), copy_row, list(leaves))
+    moved = lax.fori_loop(0, jnp.sum(plan.live, dtype=jnp.int32), copy_row, leaves)
+    return [_from_bits(leaf, dtype) for leaf, dtype in zip(moved, dtypes, strict=True)]
 
 
 def _shifted(source: jax.Array, destination: jax.Array, offset: jax.Array, token_axis: int) -> jax.Array:
@@ -89,8 +94,8 @@ def _write(leaf: jax.Array, pool: Pool, block: jax.Array, bits: jax.Array) -> ja
 
 def _to_bits(block: jax.Array) -> jax.Array:
     """Unsigned integers of the same bits: float moves on CPU can flush subnormals and quiet NaNs."""
-    if jnp.issubdtype(block.dtype, jnp.floating) and block.dtype.itemsize in _UINT_OF_BYTES:
-        return lax.bitcast_convert_type(block, _UINT_OF_BYTES[block.dtype.itemsize])
+    if jnp.issubdtype(block.dtype, jnp.floating):
+        return lax.bitcast_convert_type(block, _UINT_OF_BITS[jnp.finfo(block.dtype).bits])
     return block
 
 

@@ -54,6 +54,9 @@ class Layer:
     num_layers: int | None = None
 
 
+_DEFAULT_CONFIG = KernelConfig(num_ctas=3)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A step. Request values and pool bytes are drawn from `seed`; live rows never share a block.
@@ -77,7 +80,7 @@ class Case:
     num_reqs: int | None = None
     null_block_id: int | None = 0
     advanced: bool = False
-    config: KernelConfig = KernelConfig(num_ctas=3)
+    config: KernelConfig = _DEFAULT_CONFIG
     x64: bool = False
     layouts: tuple[str, ...] = ("DS", "SD")
     seed: int = 0
@@ -157,9 +160,13 @@ EVERY_CASE = [pytest.param(case, layout, id=f"{case.name}-{layout}") for case in
 
 
 def random_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array of random bits, NaN patterns included; for bool, random truth values."""
+    """An array of random bits, NaN patterns included; types that leave bits of a byte unused get random values."""
     if dtype == np.bool_:
         return rng.integers(0, 2, shape).astype(np.bool_)
+    if dtype.name.endswith("int4"):
+        return rng.integers(-8 if dtype.name == "int4" else 0, 8, shape).astype(dtype)
+    if dtype.name == "float4_e2m1fn":
+        return rng.integers(0, 16, shape, dtype=np.uint8).view(dtype)
     count = int(np.prod(shape)) * dtype.itemsize
     return rng.integers(0, 256, count, dtype=np.uint8).view(dtype).reshape(shape)
 
@@ -237,7 +244,7 @@ def run_postprocess(implementation: str, states: Any, inputs: Any, block_tables:
     states, inputs, block_tables = jax.tree.map(jnp.array, (states, inputs, block_tables))
     config = options.pop("config", None)
     if implementation == "interpret":
-        options |= {"interpret": True, "config": config or KernelConfig(num_ctas=3)}
+        options |= {"interpret": True, "config": config or _DEFAULT_CONFIG}
     elif implementation != "oracle":
         options |= {"implementation": implementation, "config": config}
     function = postprocess_mamba_ref if implementation == "oracle" else postprocess_mamba

@@ -1,0 +1,262 @@
+"""What callers are told when they break a contract: the message names the argument and what was expected."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layouts import ConvStateLayout, MambaState
+from pallas_kernels import KernelConfig, PostprocessInputs, postprocess_mamba, select_implementation
+
+_STATE = MambaState(conv=jnp.zeros((8, 4, 5), jnp.bfloat16), temporal=jnp.zeros((8, 2, 4)))
+
+
+def _inputs(slots: int = 3, **changes: Any) -> PostprocessInputs:
+    names = [field.name for field in dataclasses.fields(PostprocessInputs)]
+    return PostprocessInputs(**{name: jnp.ones(slots, jnp.int32) for name in names} | changes)
+
+
+def _call(states: Any = (_STATE,), inputs: Any = None, tables: Any = None, **options: Any) -> Any:
+    copy = jax.tree.map(lambda leaf: jnp.array(leaf) if isinstance(leaf, jax.Array) else leaf, states)
+    options = {"block_size": 4, "conv_layout": "DS"} | options
+    return postprocess_mamba(
+        copy,
+        _inputs() if inputs is None else inputs,
+        jnp.zeros((3, 2), jnp.int32) if tables is None else tables,
+        **options,
+    )
+
+
+_CONV_4D = dataclasses.replace(_STATE, conv=jnp.zeros((8, 4, 5, 1)))
+_CONTRACTS = {
+    "conv_of_rank_4": (
+        {"states": [_CONV_4D]},
+        "states[0].conv must be [num_blocks, dim, state_len] (DS layout)",
+    ),
+    "conv_of_rank_4_sd": (
+        {"states": [_CONV_4D], "conv_layout": "SD"},
+        "states[0].conv must be [num_blocks, state_len, dim] (SD layout)",
+    ),
+    "conv_of_rank_2": (
+        {"states": {"layer": MambaState(conv=jnp.zeros((8, 4)))}},
+        "states['layer'].conv must be [num_blocks, dim, state_len] (DS layout)",
+    ),
+    "stacked_conv_of_rank_3": (
+        {"states": [dataclasses.replace(_STATE, stacked=True)]},
+        "states[0].conv must be [num_layers, num_blocks, dim, state_len] (DS layout)",
+    ),
+    "temporal_without_blocks": (
+        {"states": [MambaState(temporal=jnp.float32(0))]},
+        "states[0].temporal must be [num_blocks, ...]",
+    ),
+    "stacked_temporal_of_rank_1": (
+        {"states": [MambaState(temporal=jnp.zeros(3), stacked=True)]},
+        "states[0].temporal must be [num_layers, num_blocks, ...]",
+    ),
+    "num_blocks_differ": (
+        {"states": [dataclasses.replace(_STATE, temporal=jnp.zeros((9, 2, 4)))]},
+        "states[0].temporal and states[0].conv must have the same num_blocks",
+    ),
+    "num_blocks_differ_in_a_tuple": (
+        {"states": [MambaState(conv=(jnp.zeros((8, 4, 5)), jnp.zeros((7, 4, 5))))]},
+        "states[0].conv[1] and states[0].conv[0] must have the same num_blocks",
+    ),
+    "a_plain_array_in_states": (
+        {"states": [_STATE, jnp.zeros((8, 4, 5))]},
+        "states[1] must be a MambaState or None, got",
+    ),
+    "a_list_as_conv": (
+        {"states": [MambaState(conv=["pool"])]},
+        "states[0].conv[0] must be an array [num_blocks, dim, state_len] (DS layout), got str",
+    ),
+    "negative_group": ({"states": [dataclasses.replace(_STATE, group=-1)]}, "states[0].group must be an int >= 0"),
+    "group_without_a_table": (
+        {"states": [dataclasses.replace(_STATE, group=1)]},
+        "states[0].group is 1, but block_tables of shape (3, 2) holds 1 table(s)",
+    ),
+    "group_beyond_the_tables": (
+        {"states": [dataclasses.replace(_STATE, group=2)], "tables": jnp.zeros((2, 3, 2), jnp.int32)},
+        "states[0].group is 2, but block_tables of shape (2, 3, 2) holds 2 table(s)",
+    ),
+    "block_tables_of_rank_1": (
+        {"tables": jnp.zeros(3, jnp.int32)},
+        "block_tables must be int32 [batch, columns] or [groups, batch, columns]",
+    ),
+    "block_tables_of_floats": (
+        {"tables": jnp.zeros((3, 2))},
+        "block_tables must be int32 [batch, columns] or [groups, batch, columns]",
+    ),
+    "block_tables_as_a_list": (
+        {"tables": [[0, 1]]},
+        "block_tables must be int32 [batch, columns] or [groups, batch, columns], got list",
+    ),
+    "short_input": (
+        {"inputs": _inputs(num_draft_tokens=jnp.ones(2, jnp.int32))},
+        "inputs.num_draft_tokens must have the length of inputs.mamba_state_idx",
+    ),
+    "fewer_slots_than_rows": (
+        {"inputs": _inputs(2)},
+        "inputs.mamba_state_idx must be int32 [slots] with slots >= batch = 3 (the rows of block_tables), got 2 slots",
+    ),
+    "input_of_rank_2": (
+        {"inputs": _inputs(num_computed_tokens=jnp.ones((3, 1), jnp.int32))},
+        "inputs.num_computed_tokens must be int32 [slots]",
+    ),
+    "input_of_floats": (
+        {"inputs": _inputs(num_accepted_tokens=jnp.ones(3))},
+        "inputs.num_accepted_tokens must be int32 [slots]",
+    ),
+    "input_of_int16": (
+        {"inputs": _inputs(mamba_state_idx=jnp.ones(3, jnp.int16))},
+        "inputs.mamba_state_idx must be int32 [slots]",
+    ),
+    "num_reqs_of_floats": ({"num_reqs": 2.0}, "num_reqs must be an integer scalar, got 2.0"),
+    "num_reqs_as_a_vector": ({"num_reqs": jnp.ones(2, jnp.int32)}, "num_reqs must be an integer scalar"),
+    "num_reqs_as_a_vector_of_one": ({"num_reqs": jnp.ones(1, jnp.int32)}, "num_reqs must be an integer scalar"),
+}
+_VALUES = {
+    "conv_layout": ({"conv_layout": "NHD"}, "conv_layout must be 'DS' or 'SD', got 'NHD'"),
+    "block_size_0": ({"block_size": 0}, "block_size must be an int with 1 <= block_size < 2**31, got 0"),
+    "block_size_2_31": ({"block_size": 2**31}, "block_size must be an int with 1 <= block_size < 2**31"),
+    "block_size_of_float": ({"block_size": 16.0}, "block_size must be an int with 1 <= block_size < 2**31, got 16.0"),
+    "null_block_id": ({"null_block_id": "zero"}, "null_block_id must be an int or None, got 'zero'"),
+    "implementation": (
+        {"implementation": "triton"},
+        "implementation must be None or one of ('mosaic_gpu', 'xla'), got 'triton'",
+    ),
+    "interpret_with_xla": (
+        {"implementation": "xla", "interpret": True},
+        "interpret runs the kernel in an interpreter: it cannot go with implementation='xla'",
+    ),
+    "interpret": ({"interpret": "yes"}, "interpret must be a bool or InterpretGPUParams, got 'yes'"),
+    "config": ({"config": 8}, "config must be a KernelConfig or None, got 8"),
+    "inputs": ({"inputs": {}}, "inputs must be a PostprocessInputs, got dict"),
+    "one_count_without_the_other": (
+        {"inputs": _inputs(num_draft_tokens=None)},
+        "inputs.num_scheduled_tokens and inputs.num_draft_tokens must both be given, or neither",
+    ),
+}
+_UNSUPPORTED = {
+    "bool_pool": (
+        {"states": [MambaState(temporal=jnp.zeros((8, 16), bool))], "implementation": "mosaic_gpu"},
+        "states[0].temporal has dtype bool",
+    ),
+    "complex_pool": (
+        {"states": [MambaState(temporal=jnp.zeros((8, 16), jnp.complex64))], "implementation": "mosaic_gpu"},
+        "states[0].temporal has dtype complex64",
+    ),
+    "sub_byte_pool": (
+        {"states": [MambaState(temporal=jnp.zeros((8, 32), jnp.int4))], "implementation": "mosaic_gpu"},
+        "states[0].temporal has dtype int4",
+    ),
+    "block_of_24_bytes": (
+        {"states": [None, MambaState(conv=jnp.zeros((8, 4, 3), jnp.bfloat16))], "implementation": "mosaic_gpu"},
+        "states[1].conv has blocks of 24 bytes",
+    ),
+    "endless_window": (
+        {"states": [MambaState(conv=jnp.zeros((2, 1, 2**16)))], "implementation": "mosaic_gpu"},
+        "states[0].conv has a state_len of 65536, too long for a stage in shared memory",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), _CONTRACTS.values(), ids=_CONTRACTS)
+def test_broken_contract_names_argument_and_dims(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        _call(**options)
+
+
+@pytest.mark.parametrize(("options", "message"), _VALUES.values(), ids=_VALUES)
+def test_bad_value_names_argument_and_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _call(**options)
+
+
+@pytest.mark.parametrize(("options", "message"), _UNSUPPORTED.values(), ids=_UNSUPPORTED)
+def test_named_kernel_says_what_it_cannot_take(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        _call(**options)
+
+
+@pytest.mark.parametrize(("options", "message"), _UNSUPPORTED.values(), ids=_UNSUPPORTED)
+def test_what_the_kernel_cannot_take_goes_to_xla(options: dict[str, Any], message: str) -> None:
+    states = options["states"]
+    _call(states)
+    assert select_implementation(states, conv_layout="DS").name == "xla"
+
+
+def test_contracts_hold_at_trace_time_and_nothing_is_donated() -> None:
+    state = jax.tree.map(jnp.array, _CONV_4D)
+
+    def step(states: Any) -> Any:
+        return postprocess_mamba(states, _inputs(), jnp.zeros((3, 2), jnp.int32), block_size=4, conv_layout="DS")
+
+    for call in (step, jax.jit(step)):
+        with pytest.raises(AssertionError, match=r"states\[0\]\.conv must be"):
+            call([state])
+    assert not state.conv.is_deleted()
+
+
+def test_array_given_twice_is_refused_by_both_paths() -> None:
+    pool = jnp.zeros((8, 4, 5))
+    with pytest.raises(ValueError, match=re.escape("states[0].conv and states[2].conv are the same array")):
+        postprocess_mamba(
+            [MambaState(conv=pool), None, MambaState(conv=pool)],
+            _inputs(),
+            jnp.zeros((3, 2), jnp.int32),
+            block_size=4,
+            conv_layout="DS",
+        )
+    assert not pool.is_deleted()
+
+
+def test_vmap_is_refused() -> None:
+    tables = jnp.zeros((2, 3, 2), jnp.int32)
+
+    def step(tables: jax.Array) -> Any:
+        return postprocess_mamba([_STATE], _inputs(), tables, block_size=4, conv_layout="DS", implementation="xla")
+
+    with pytest.raises(NotImplementedError, match="vmap"):
+        jax.vmap(step)(tables)
+
+
+@pytest.mark.parametrize("states", [[], None, (None, None), {}])
+def test_no_states_still_return_the_counter(states: Any) -> None:
+    inputs = _inputs(num_accepted_tokens=jnp.array([2, 2, 2], jnp.int32))
+    out, counter = _call(states, inputs)
+    assert out == states
+    # One token computed plus one scheduled minus one draft, two accepted: no boundary of 4 is reached.
+    assert counter.tolist() == [2, 2, 2]
+
+
+def test_empty_batch_still_returns_the_counter() -> None:
+    (state,), counter = _call(tables=jnp.zeros((0, 2), jnp.int32))
+    assert counter.tolist() == [1, 1, 1]
+    np.testing.assert_array_equal(state.conv, _STATE.conv)
+
+
+def test_table_without_columns_moves_nothing() -> None:
+    (state,), _ = _call(tables=jnp.zeros((3, 0), jnp.int32))
+    np.testing.assert_array_equal(state.conv, _STATE.conv)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_ctas", 0), ("ctas_per_sm", 0), ("stage_bytes", 1000), ("stage_bytes", 0)]
+)
+def test_kernel_config_checks_its_fields(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"KernelConfig.{field} must be .*, got {value}"):
+        KernelConfig(**{field: value})
+
+
+def test_mamba_state_is_not_validated_when_built() -> None:
+    state = jax.tree.map(lambda leaf: leaf.shape, _STATE)
+    assert (state.conv, state.temporal) == ((8, 4, 5), (8, 2, 4))
+    assert jax.tree.map(lambda _: None, _STATE) == MambaState()
+
+
+def test_layout_by_name_and_by_member_are_the_same() -> None:
+    assert ConvStateLayout.parse("SD") is ConvStateLayout.parse(ConvStateLayout.SD) is ConvStateLayout.SD
