@@ -44,6 +44,7 @@ test: venv
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@if command -v npm >/dev/null; then .ci/buildifier.sh; else echo "npm is missing: BUILD is not checked"; fi
 
 clean:
 	rm -rf .venv .venv-jax-* build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -2,7 +2,7 @@
 
 from layouts.contracts import assert_block_tables, assert_integer_scalar, assert_mamba_states, assert_request_arrays
 from layouts.conv_state import ConvStateLayout
-from layouts.models import MODELS, MambaModel, model
+from layouts.models import MODELS, MambaModel, StateShape, model
 from layouts.state import MambaState
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "ConvStateLayout",
     "MambaModel",
     "MambaState",
+    "StateShape",
     "assert_block_tables",
     "assert_integer_scalar",
     "assert_mamba_states",

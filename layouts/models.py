@@ -3,12 +3,12 @@
 import dataclasses
 import math
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from layouts.conv_state import ConvStateLayout
 
-_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+_DTYPES = {"bfloat16": np.dtype(jnp.bfloat16), "float32": np.dtype(np.float32)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -19,8 +18,8 @@ IMPLEMENTATIONS = [
     pytest.param("mosaic_gpu", marks=pytest.mark.gpu),
 ]
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+BF16 = np.dtype(jnp.bfloat16)
+FP8 = np.dtype(jnp.float8_e4m3fn)
 F16, F32, F64 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
 I8, I64, U16 = np.dtype(np.int8), np.dtype(np.int64), np.dtype(np.uint16)
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1

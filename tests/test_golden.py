@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import IMPLEMENTATIONS, as_bytes, assert_same_bytes, run_postprocess
@@ -25,7 +25,7 @@ def _states(i: int, case: dict[str, Any], *, after: bool) -> list[MambaState]:
         data = _DATA[f"{i}/before/{layer}/{kind}"].copy()
         if after:
             data[_DATA[f"{i}/changed/{layer}/{kind}/index"]] = _DATA[f"{i}/changed/{layer}/{kind}/value"]
-        return data.view(np.dtype(getattr(ml_dtypes, case[f"{kind}_dtype"], case[f"{kind}_dtype"]))).reshape(shape)
+        return data.view(np.dtype(getattr(jnp, case[f"{kind}_dtype"]))).reshape(shape)
 
     conv_shape = ConvStateLayout(case["layout"]).shape(case["num_blocks"], case["dim"], case["state_len"])
     temporal_shape = (case["num_blocks"], *case["temporal_shape"])

@@ -2,7 +2,6 @@
 
 import hypothesis
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from cases import Case, Conv, Layer, Temporal, check_case, random_bits
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 _SETTINGS = hypothesis.settings(deadline=None, derandomize=True, database=None, max_examples=40)
 
 _NARROW = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int4", "uint4")
-_DTYPES = [np.dtype(getattr(ml_dtypes, name)) for name in _NARROW]
+_DTYPES = [np.dtype(getattr(jnp, name)) for name in _NARROW]
 _DTYPES += [np.dtype(name) for name in ("float16", "float32", "int8", "uint16", "int32", "bool", "complex64")]
 _KERNEL_DTYPES = [
     dtype for dtype in _DTYPES if dtype.name not in ("float4_e2m1fn", "int4", "uint4", "bool", "complex64")
@@ -78,7 +77,7 @@ def test_interpreted_kernel_agrees_with_the_oracle_on_any_step(layout: str, case
 
 
 def test_random_bits_hold_nan_patterns() -> None:
-    pool = random_bits(np.random.default_rng(0), (1000,), np.dtype(ml_dtypes.bfloat16))
+    pool = random_bits(np.random.default_rng(0), (1000,), np.dtype(jnp.bfloat16))
     assert np.isnan(pool.astype(np.float32)).sum() > 1
 
 
