@@ -76,12 +76,16 @@ def assert_block_tables(block_tables: Any, states: Any) -> None:
     chex.assert_rank(block_tables, {2, 3}, custom_message=dims)
     chex.assert_type(block_tables, jnp.int32, custom_message=dims)
     num_tables = 1 if len(block_tables.shape) == 2 else block_tables.shape[0]
+    _assert_groups(states, num_tables, "block_tables", tuple(block_tables.shape))
+
+
+def _assert_groups(states: Any, num_groups: int, name: str, shape: tuple[int, ...]) -> None:
     nodes, _ = jax.tree_util.tree_flatten_with_path(states, is_leaf=lambda node: isinstance(node, MambaState))
     for path, state in nodes:
         _require(
-            state.group < num_tables,
-            f"states{jax.tree_util.keystr(path)}.group is {state.group}, but block_tables of shape "
-            f"{tuple(block_tables.shape)} holds {num_tables} table(s)",
+            state.group < num_groups,
+            f"states{jax.tree_util.keystr(path)}.group is {state.group}, but {name} of shape {shape} holds "
+            f"{num_groups} group(s)",
         )
 
 
@@ -110,6 +114,44 @@ def assert_request_arrays(arrays: dict[str, Any], *, min_slots: int) -> None:
         f"{first_name} must be int32 [slots] with slots >= batch = {min_slots} (the rows of block_tables), got "
         f"{given[first_name].shape[0]} slots",
     )
+
+
+def assert_int32_vector(array: Any, name: str, length: tuple[str, int]) -> None:
+    """Asserts that `array` is int32 `[length]`.
+
+    Args:
+      array: the argument.
+      name: how the caller knows it.
+      length: the length's name and value. Static.
+
+    Raises:
+      AssertionError: wrong rank, type or length.
+    """
+    dims = f"{name} must be int32 [{length[0]}]"
+    _require(hasattr(array, "shape"), f"{dims}, got {type(array).__name__}")
+    chex.assert_shape(array, (length[1],), custom_message=dims)
+    chex.assert_type(array, jnp.int32, custom_message=dims)
+
+
+def assert_block_ids(array: Any, name: str, states: Any, *, like: Any = None) -> None:
+    """Asserts that `array` holds block ids for every state's group.
+
+    Args:
+      array: int32 `[num_rows]` or `[groups, num_rows]`.
+      name: how the caller knows it.
+      states: pytree of `MambaState` that has passed `assert_mamba_states`.
+      like: an array whose shape it must have.
+
+    Raises:
+      AssertionError: wrong rank, type or shape, or a `group` without ids.
+    """
+    dims = f"{name} must be int32 [num_rows] or [groups, num_rows]"
+    _require(hasattr(array, "shape"), f"{dims}, got {type(array).__name__}")
+    chex.assert_rank(array, {1, 2}, custom_message=dims)
+    chex.assert_type(array, jnp.int32, custom_message=dims)
+    if like is not None:
+        chex.assert_equal_shape([like, array], custom_message=f"{name} must have the shape of src_blocks")
+    _assert_groups(states, 1 if len(array.shape) == 1 else array.shape[0], name, tuple(array.shape))
 
 
 def assert_integer_scalar(value: Any, name: str) -> None:

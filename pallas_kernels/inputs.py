@@ -41,3 +41,26 @@ class PostprocessInputs:
     num_computed_tokens: Any
     num_scheduled_tokens: Any = None
     num_draft_tokens: Any = None
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["mamba_state_idx", "num_accepted_tokens", "num_computed_tokens", "query_start_loc"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreprocessInputs:
+    """What `preprocess_mamba` knows of each request.
+
+    Attributes:
+      mamba_state_idx: int32 `[slots]`: column of the request's running block; -1 where it has none.
+      num_accepted_tokens: int32 `[slots]`: tokens accepted in the step before, the bonus token included.
+      num_computed_tokens: int32 `[slots]`: tokens whose state is computed.
+      query_start_loc: int32 `[batch + 1]`, in batch order: where each row's scheduled tokens start
+        among those of the batch; the last entry is their total.
+    """
+
+    mamba_state_idx: Any
+    num_accepted_tokens: Any
+    num_computed_tokens: Any
+    query_start_loc: Any

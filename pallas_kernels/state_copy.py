@@ -1,43 +1,24 @@
-"""The public operations: check, normalise, then one jitted call that plans and moves."""
+"""The public operations: check the arguments, say what is to be done, and let `dispatch` run it."""
 
 import dataclasses
-import functools
-import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from layouts import (
     ConvStateLayout,
+    assert_block_ids,
     assert_block_tables,
-    assert_integer_scalar,
+    assert_int32_vector,
     assert_mamba_states,
     assert_request_arrays,
 )
-from pallas_kernels import state_copy_mgpu, state_copy_xla
 from pallas_kernels.config import KernelConfig
-from pallas_kernels.inputs import PostprocessInputs
-from pallas_kernels.plan import BlockIds, CopyPlan, decide_postprocess, look_up_blocks
-from pallas_kernels.pools import Pool, flatten_pools
-from pallas_kernels.selection import MOSAIC_GPU, XLA, choose, target_device
-
-_INT32_MAX = 2**31 - 1
-
-
-@dataclasses.dataclass(frozen=True)
-class _Statics:
-    """All that a trace of an operation depends on besides shapes and types."""
-
-    block_size: int
-    conv_layout: ConvStateLayout
-    null_block_id: int | None
-    implementation: str
-    interpret: plgpu.InterpretGPUParams | None
-    config: KernelConfig
-    num_ctas: int
+from pallas_kernels.dispatch import check_block_id, check_block_size, int32_count, is_static_int, make_options, run
+from pallas_kernels.inputs import PostprocessInputs, PreprocessInputs
+from pallas_kernels.plan import CopyBlocks, Postprocess, Preprocess, Request, View
 
 
 def postprocess_mamba(
@@ -70,12 +51,13 @@ def postprocess_mamba(
       states: pytree of `MambaState`; None entries pass through. conv `[N, D, L]` (DS) or `[N, L, D]`
         (SD), temporal `[N, ...]`; any dtype. Array leaves are donated; `jax.Ref` leaves are updated in
         place.
-      inputs: `PostprocessInputs` of int32 `[S]` each, S >= B; row i of the table is slot i.
+      inputs: `PostprocessInputs` of int32 `[S]` each, in slot order; S >= B without an `idx_mapping`.
       block_tables: int32 `[B, C]`, or `[G, B, C]` with one table per `MambaState.group`: block id of
         each column of `block_size` tokens.
       block_size: tokens per block, 1 <= block_size < 2**31. Static.
       conv_layout: "DS", "SD" or a `ConvStateLayout`. Static.
-      idx_mapping: int32 `[B]`, batch row -> slot, negative to skip the row. Not implemented yet.
+      idx_mapping: int32 `[B]`, batch row -> slot, negative to skip the row; live rows have distinct
+        slots. Default: row i is slot i.
       num_reqs: integer scalar, traced or not: rows from this one on are padding. Default: all live.
       null_block_id: a block id never copied from or to; None for no such id. vLLM has no such rule
         and copies its null block: pass None to do the same. Static.
@@ -95,193 +77,231 @@ def postprocess_mamba(
         something other than MambaStates.
       ValueError: a static is out of range; one of the two optional counts is missing; an array
         appears twice in `states`; `interpret` with "xla".
-      NotImplementedError: the kernel was named and cannot run, with the reason; `idx_mapping`; `vmap`.
+      NotImplementedError: the kernel was named and cannot run, with the reason; `vmap`.
 
     The semantics are those of vLLM's `postprocess_mamba_fused_kernel` (vllm-project/vllm#45473).
     """
-    conv_layout = ConvStateLayout.parse(conv_layout)
-    assert_mamba_states(states, conv_layout=conv_layout)
+    options = make_options(conv_layout, null_block_id, implementation, interpret, config)
+    assert_mamba_states(states, conv_layout=options.conv_layout)
     assert_block_tables(block_tables, states)
-    batch = block_tables.shape[-2]
     if not isinstance(inputs, PostprocessInputs):
         raise ValueError(f"inputs must be a PostprocessInputs, got {type(inputs).__name__}")
     if (inputs.num_scheduled_tokens is None) != (inputs.num_draft_tokens is None):
         raise ValueError("inputs.num_scheduled_tokens and inputs.num_draft_tokens must both be given, or neither")
-    assert_request_arrays(
-        {f"inputs.{field.name}": getattr(inputs, field.name) for field in dataclasses.fields(inputs)}, min_slots=batch
+    fields = {f"inputs.{field.name}": getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
+    batch = _assert_requests(fields, block_tables, idx_mapping)
+    operation = Postprocess(check_block_size(block_size), advanced=inputs.num_scheduled_tokens is None)
+    tables = block_tables if len(block_tables.shape) == 3 else block_tables[None]
+    request = Request(
+        slot_vectors=tuple(vector for vector in fields.values() if vector is not None),
+        row_arrays=(),
+        block_tables=tables,
+        idx_mapping=idx_mapping,
+        num_reqs=int32_count(num_reqs, batch, "num_reqs"),
     )
-    if idx_mapping is not None:
-        raise NotImplementedError("idx_mapping is not implemented yet: pass requests in batch order")
-    pools, leaves, treedef = flatten_pools(states)
-    statics = _check_statics(pools, block_size, conv_layout, null_block_id, implementation, interpret, config)
-    _check_distinct(pools, leaves)
-    is_ref = [isinstance(leaf, jax.Ref) for leaf in leaves]
-    arrays, counter = _postprocess(
-        [leaf for leaf, ref in zip(leaves, is_ref, strict=True) if not ref],
-        [leaf for leaf, ref in zip(leaves, is_ref, strict=True) if ref],
-        inputs,
-        block_tables,
-        _num_reqs_array(num_reqs, batch),
-        pools=pools,
-        is_ref=tuple(is_ref),
-        statics=statics,
-    )
-    remaining = iter(arrays)
-    leaves = [leaf if ref else next(remaining) for leaf, ref in zip(leaves, is_ref, strict=True)]
-    return treedef.unflatten(leaves), counter
+    states, (accepted,) = run(states, operation, request, (), options, num_rows=batch, num_tables=tables.shape[0])
+    return states, accepted
 
 
-@functools.partial(jax.jit, static_argnames=("pools", "is_ref", "statics"), donate_argnames=("arrays",))
-def _postprocess(
-    arrays: list[jax.Array],
-    refs: list[Any],
-    inputs: PostprocessInputs,
+def preprocess_mamba(
+    states: Any,
+    inputs: PreprocessInputs,
     block_tables: jax.Array,
-    num_reqs: jax.Array,
     *,
-    pools: tuple[Pool, ...],
-    is_ref: tuple[bool, ...],
-    statics: _Statics,
-) -> tuple[list[jax.Array], jax.Array]:
-    inputs, block_tables, num_reqs = _refuse_vmap((inputs, block_tables, num_reqs))
-    tables = block_tables if block_tables.ndim == 3 else block_tables[None]
-    sources, ref_sources = iter(arrays), iter(refs)
-    leaves = [next(ref_sources)[...] if ref else next(sources) for ref in is_ref]
-    # Nothing can move in an empty pool, or without a table to name blocks.
-    movable = [i for i, pool in enumerate(pools) if pool.size and tables.size]
-    moved, counter = _move(
-        [leaves[i] for i in movable], tuple(pools[i] for i in movable), inputs, tables, num_reqs, statics
-    )
-    for i, leaf in zip(movable, moved, strict=True):
-        leaves[i] = leaf
-    ref_targets = iter(refs)
-    for leaf, ref in zip(leaves, is_ref, strict=True):
-        if ref:
-            next(ref_targets)[...] = leaf
-    return [leaf for leaf, ref in zip(leaves, is_ref, strict=True) if not ref], counter
-
-
-def _move(
-    leaves: list[jax.Array],
-    pools: tuple[Pool, ...],
-    inputs: PostprocessInputs,
-    tables: jax.Array,
-    num_reqs: jax.Array,
-    statics: _Statics,
-) -> tuple[list[jax.Array], jax.Array]:
-    """Plans and moves with the implementation that `statics` names; returns the leaves and the counter."""
-    if statics.implementation == MOSAIC_GPU and pools:
-        vectors, vectors_of = jax.tree.flatten(inputs)
-        return state_copy_mgpu.move_states(
-            leaves,
-            pools,
-            vectors,
-            tables,
-            num_reqs.reshape(1),
-            decide=lambda vectors, live: decide_postprocess(
-                vectors_of.unflatten(vectors), live, block_size=statics.block_size
-            ),
-            conv_layout=statics.conv_layout,
-            null_block_id=statics.null_block_id,
-            config=statics.config,
-            num_ctas=statics.num_ctas,
-            interpret=statics.interpret,
-        )
-    num_rows = inputs.num_accepted_tokens.shape[0]
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    live = (row < num_reqs) & (row < tables.shape[1])
-    decision = decide_postprocess(inputs, live, block_size=statics.block_size)
-    if not pools:
-        return leaves, decision.num_accepted_tokens
-    rows = jnp.arange(tables.shape[1])
-    in_batch = jax.tree.map(lambda vector: vector[: tables.shape[1]], decision)
-    ids = jax.vmap(
-        lambda table: look_up_blocks(in_batch, lambda column: table[rows, column], tables.shape[2]),
-        out_axes=BlockIds(0, 0, 0),
-    )(tables)
-    plan = CopyPlan(ids=ids, offset=in_batch.offset, live=in_batch.copies)
-    moved = state_copy_xla.move_states(
-        leaves, pools, plan, conv_layout=statics.conv_layout, null_block_id=statics.null_block_id
-    )
-    return moved, decision.num_accepted_tokens
-
-
-def _check_statics(
-    pools: tuple[Pool, ...],
     block_size: int,
-    conv_layout: ConvStateLayout,
-    null_block_id: int | None,
-    implementation: str | None,
-    interpret: bool | plgpu.InterpretGPUParams,
-    config: KernelConfig | None,
-) -> _Statics:
-    """Normalises the static arguments, so that equal calls trace once."""
-    if not _is_index(block_size) or not 1 <= operator.index(block_size) <= _INT32_MAX:
-        raise ValueError(f"block_size must be an int with 1 <= block_size < 2**31, got {block_size!r}")
-    if null_block_id is not None and not _is_index(null_block_id):
-        raise ValueError(f"null_block_id must be an int or None, got {null_block_id!r}")
-    if config is not None and not isinstance(config, KernelConfig):
-        raise ValueError(f"config must be a KernelConfig or None, got {config!r}")
-    if not isinstance(interpret, bool | plgpu.InterpretGPUParams):
-        raise ValueError(f"interpret must be a bool or InterpretGPUParams, got {interpret!r}")
-    if interpret is True:
-        interpret = plgpu.InterpretGPUParams(detect_races=True)
-    if interpret:
-        if implementation == XLA:
-            raise ValueError("interpret runs the kernel in an interpreter: it cannot go with implementation='xla'")
-        implementation = implementation or MOSAIC_GPU
-    config = config or KernelConfig()
-    chosen = choose(pools, conv_layout, implementation, interpreted=bool(interpret)).name
-    return _Statics(
-        block_size=operator.index(block_size),
-        conv_layout=conv_layout,
-        null_block_id=_block_id_or_none(null_block_id),
-        implementation=chosen,
-        interpret=interpret or None,
-        config=config,
-        num_ctas=config.grid_size(target_device().num_sms, interpreted=bool(interpret)),
+    conv_layout: ConvStateLayout | str,
+    preserve_accepted: bool = False,
+    idx_mapping: jax.Array | None = None,
+    num_reqs: jax.Array | int | None = None,
+    null_block_id: int | None = 0,
+    implementation: str | None = None,
+    interpret: bool | plgpu.InterpretGPUParams = False,
+    config: KernelConfig | None = None,
+) -> tuple[Any, jax.Array, jax.Array]:
+    """Moves the Mamba state of every request into the block its next tokens run in, and advances its index.
+
+    For use in align mode before the forward pass. The running column of a row becomes the one of its
+    last scheduled token. Where that is another column than before, the accepted state (conv window
+    shifted by the accepted drafts, temporal checkpoint after them) is copied there, in all layers, in
+    the same launch that advances `mamba_state_idx` and the counter; vLLM needs two.
+
+    Dims: S = slots, B = batch, G = groups, C = columns, N = num_blocks, D = dim, L = state_len.
+
+    Args:
+      states: as in `postprocess_mamba`.
+      inputs: `PreprocessInputs`: int32 `[S]` in slot order, but `query_start_loc` `[B + 1]` in batch order.
+      block_tables: int32 `[B, C]`, or `[G, B, C]`, in batch order.
+      block_size: tokens per block, 1 <= block_size < 2**31. Static.
+      conv_layout: "DS", "SD" or a `ConvStateLayout`. Static.
+      preserve_accepted: keep the counter of a row that was moved, instead of making it 1. Static.
+      idx_mapping: as in `postprocess_mamba`.
+      num_reqs: as in `postprocess_mamba`.
+      null_block_id: as in `postprocess_mamba`. Static.
+      implementation: as in `postprocess_mamba`. Static.
+      interpret: as in `postprocess_mamba`. Static.
+      config: as in `postprocess_mamba`. Static.
+
+    Returns:
+      `(states, mamba_state_idx, num_accepted_tokens)`: the states (aliases of the donated arrays, the
+      same Refs) and two new int32 `[S]` arrays; slots of rows that are not live keep their values.
+
+    Raises:
+      AssertionError (contract): an argument has the wrong rank, shape or type, or `states` holds
+        something other than MambaStates.
+      ValueError: a static is out of range; an array appears twice in `states`; `interpret` with "xla".
+      NotImplementedError: the kernel was named and cannot run, with the reason; `vmap`.
+
+    The semantics are those of vLLM's pre-copy (vllm-project/vllm#49291).
+    """
+    options = make_options(conv_layout, null_block_id, implementation, interpret, config)
+    assert_mamba_states(states, conv_layout=options.conv_layout)
+    assert_block_tables(block_tables, states)
+    if not isinstance(inputs, PreprocessInputs):
+        raise ValueError(f"inputs must be a PreprocessInputs, got {type(inputs).__name__}")
+    fields = {f"inputs.{field.name}": getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
+    query_start_loc = fields.pop("inputs.query_start_loc")
+    batch = _assert_requests(fields, block_tables, idx_mapping)
+    assert_int32_vector(query_start_loc, "inputs.query_start_loc", ("batch + 1", batch + 1))
+    operation = Preprocess(check_block_size(block_size), preserve_accepted=bool(preserve_accepted))
+    tables = block_tables if len(block_tables.shape) == 3 else block_tables[None]
+    request = Request(
+        slot_vectors=tuple(fields.values()),
+        row_arrays=(query_start_loc,),
+        block_tables=tables,
+        idx_mapping=idx_mapping,
+        num_reqs=int32_count(num_reqs, batch, "num_reqs"),
     )
+    starts_and_ends = (View(array=0, start=0, length=batch), View(array=0, start=1, length=batch))
+    states, (state_idx, accepted) = run(
+        states, operation, request, starts_and_ends, options, num_rows=batch, num_tables=tables.shape[0]
+    )
+    return states, state_idx, accepted
 
 
-def _block_id_or_none(null_block_id: int | None) -> int | None:
-    """The id as an int; one that no int32 can equal is the same as none."""
-    if null_block_id is None or not 0 <= operator.index(null_block_id) <= _INT32_MAX:
-        return None
-    return operator.index(null_block_id)
+def copy_mamba_blocks(
+    states: Any,
+    src_blocks: jax.Array,
+    dst_blocks: jax.Array,
+    token_offsets: jax.Array | None = None,
+    temporal_src_blocks: jax.Array | None = None,
+    *,
+    conv_layout: ConvStateLayout | str,
+    num_copies: jax.Array | int | None = None,
+    null_block_id: int | None = 0,
+    implementation: str | None = None,
+    interpret: bool | plgpu.InterpretGPUParams = False,
+    config: KernelConfig | None = None,
+) -> Any:
+    """Copies Mamba states between blocks that the caller names, in all layers, in one launch.
+
+    For engines with slot pools rather than block tables, copy-on-write and snapshots. A conv copy is
+    nothing where its ids are equal and the offset is 0, a temporal copy where its ids are equal; ids
+    outside the pool and the null block are padding.
+
+    Dims: R = rows, G = groups.
+
+    Args:
+      states: as in `postprocess_mamba`.
+      src_blocks: int32 `[R]`, or `[G, R]` with ids per `MambaState.group`: source blocks.
+      dst_blocks: int32, shape of `src_blocks`: destination blocks, distinct and not read by another row.
+      token_offsets: int32 `[R]`, tokens by which conv windows shift; a negative one skips the conv
+        copy. Default: 0.
+      temporal_src_blocks: int32, shape of `src_blocks`: sources of the temporal states. Default:
+        `src_blocks`.
+      conv_layout: "DS", "SD" or a `ConvStateLayout`. Static.
+      num_copies: integer scalar, traced or not: rows from this one on are padding. Default: all live.
+      null_block_id: as in `postprocess_mamba`. Static.
+      implementation: as in `postprocess_mamba`. Static.
+      interpret: as in `postprocess_mamba`. Static.
+      config: as in `postprocess_mamba`. Static.
+
+    Returns:
+      The states: aliases of the donated arrays, the same Refs.
+
+    Raises:
+      AssertionError (contract): an argument has the wrong rank, shape or type, or `states` holds
+        something other than MambaStates.
+      ValueError: a static is out of range; an array appears twice in `states`; `interpret` with "xla".
+      NotImplementedError: the kernel was named and cannot run, with the reason; `vmap`.
+    """
+    options = make_options(conv_layout, null_block_id, implementation, interpret, config)
+    assert_mamba_states(states, conv_layout=options.conv_layout)
+    assert_block_ids(src_blocks, "src_blocks", states)
+    num_rows = src_blocks.shape[-1]
+    ids = {"src_blocks": src_blocks, "dst_blocks": dst_blocks, "temporal_src_blocks": temporal_src_blocks}
+    ids = {name: array for name, array in ids.items() if array is not None}
+    for name, array in ids.items():
+        assert_block_ids(array, name, states, like=src_blocks)
+    if token_offsets is not None:
+        assert_int32_vector(token_offsets, "token_offsets", ("num_rows", num_rows))
+    num_tables = 1 if len(src_blocks.shape) == 1 else src_blocks.shape[0]
+    operation = CopyBlocks(
+        num_tables, has_temporal_src=temporal_src_blocks is not None, has_offsets=token_offsets is not None
+    )
+    views = [View(array, table * num_rows, num_rows) for array in range(len(ids)) for table in range(num_tables)]
+    if token_offsets is not None:
+        views.append(View(len(ids), 0, num_rows))
+    request = Request(
+        slot_vectors=(),
+        row_arrays=(
+            *(array.reshape(-1) for array in ids.values()),
+            *([] if token_offsets is None else [token_offsets]),
+        ),
+        block_tables=None,
+        idx_mapping=None,
+        num_reqs=int32_count(num_copies, num_rows, "num_copies"),
+    )
+    states, _ = run(states, operation, request, views, options, num_rows=num_rows, num_tables=num_tables)
+    return states
 
 
-def _is_index(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool | jax.core.Tracer)
+def aligned_state_indices(
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    block_size: int,
+    num_state_slots: int,
+    null_block_id: int | None = 0,
+) -> jax.Array:
+    """Returns the blocks that a forward pass in align mode writes its checkpoints to.
+
+    Dims: B = batch, G = groups, C = columns, K = num_state_slots.
+
+    Args:
+      block_tables: int32 `[B, C]` or `[G, B, C]`.
+      seq_lens: int32 `[B]`, tokens before the step's first unverified one.
+      block_size: tokens per block, 1 <= block_size < 2**31. Static.
+      num_state_slots: columns from the running one on, usually 1 + num_spec. Static.
+      null_block_id: what columns beyond the table give; 0 if None. Static.
+
+    Returns:
+      int32 `[B, K]` or `[G, B, K]`: the ids at columns `max((seq_len - 1) // block_size, 0) + 0..K-1`.
+
+    Raises:
+      AssertionError (contract): an argument has the wrong rank, shape or type.
+      ValueError: a static is out of range.
+    """
+    block_size, null_block_id = check_block_size(block_size), check_block_id(null_block_id)
+    if not is_static_int(num_state_slots) or num_state_slots < 1:
+        raise ValueError(f"num_state_slots must be a positive int, got {num_state_slots!r}")
+    assert_block_tables(block_tables, None)
+    batch, num_columns = block_tables.shape[-2:]
+    assert_int32_vector(seq_lens, "seq_lens", ("batch", batch))
+    first = jnp.maximum((seq_lens - 1) // block_size, 0)
+    column = first[:, None] + jnp.arange(num_state_slots, dtype=jnp.int32)
+    # A column that wraps is beyond any table too.
+    inside = (column >= 0) & (column < num_columns)
+    null = jnp.int32(null_block_id or 0)
+    if num_columns == 0:
+        return jnp.full((*block_tables.shape[:-2], *column.shape), null)
+    at = jnp.broadcast_to(jnp.where(inside, column, 0), (*block_tables.shape[:-2], *column.shape))
+    return jnp.where(inside, jnp.take_along_axis(block_tables, at, axis=-1), null)
 
 
-def _check_distinct(pools: tuple[Pool, ...], leaves: list[Any]) -> None:
-    """Refuses a concrete array that is given twice: it could be donated only once."""
-    seen: dict[int, str] = {}
-    for pool, leaf in zip(pools, leaves, strict=True):
-        if isinstance(leaf, jax.core.Tracer):
-            continue
-        if id(leaf) in seen:
-            raise ValueError(f"{seen[id(leaf)]} and {pool.path} are the same array: every leaf of states is updated")
-        seen[id(leaf)] = pool.path
-
-
-def _num_reqs_array(num_reqs: jax.Array | int | None, batch: int) -> jax.Array:
-    """The number of live rows as an int32 scalar; None counts the whole batch."""
-    if num_reqs is None:
-        return np.asarray(batch, np.int32)
-    assert_integer_scalar(num_reqs, "num_reqs")
-    if isinstance(num_reqs, int):
-        return np.asarray(max(min(num_reqs, batch), 0), np.int32)
-    if num_reqs.dtype.itemsize == 8:
-        num_reqs = jnp.clip(num_reqs, 0, _INT32_MAX)
-    return jnp.asarray(num_reqs, jnp.int32)
-
-
-@jax.custom_batching.custom_vmap
-def _refuse_vmap(operands: Any) -> Any:
-    return operands
-
-
-@_refuse_vmap.def_vmap
-def _vmap_refused(axis_size: int, in_batched: Any, operands: Any) -> Any:
-    raise NotImplementedError("vmap over a state copy is not supported: the batch is an axis of block_tables already")
+def _assert_requests(fields: dict[str, Any], block_tables: jax.Array, idx_mapping: jax.Array | None) -> int:
+    """Asserts the request vectors and the mapping; returns the batch size."""
+    batch = block_tables.shape[-2]
+    assert_request_arrays(fields, min_slots=batch if idx_mapping is None else 0)
+    if idx_mapping is not None:
+        assert_int32_vector(idx_mapping, "idx_mapping", ("batch", batch))
+    return batch

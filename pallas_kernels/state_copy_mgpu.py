@@ -6,8 +6,7 @@ pool of one copying row. Tiles travel by bulk asynchronous copies between global
 which take any number of 16-byte units; only the strided shift of a conv window passes through
 registers. Pools of equal geometry share the code of a tile and differ in a `lax.switch` over refs.
 
-Dims: R = request rows, G = block tables, B = batch, C = columns, N = num_blocks, E = elements per
-block, V = request vectors.
+Dims: S = slots, R = rows of the batch, G = block tables, C = columns.
 """
 
 import dataclasses
@@ -24,80 +23,117 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from layouts import ConvStateLayout
 from pallas_kernels.config import KernelConfig
-from pallas_kernels.plan import BlockIds, Decision, blocks_usable, conv_copies, look_up_blocks
+from pallas_kernels.plan import BlockIds, Operation, Request, View, blocks_usable, conv_copies, gather_slots
 from pallas_kernels.pools import Pool, StateKind
+from pallas_kernels.rows_mgpu import (
+    UNIT,
+    copy_vector,
+    count_copying,
+    fetch_rows,
+    load_row,
+    load_rows,
+    row_layout,
+    row_of_rank,
+    scatter_rows,
+    write_rows,
+)
 from pallas_kernels.tile_copy_mgpu import (
     TileCopy,
-    bulk_load,
-    bulk_store,
     copy_shifted_rows,
     copy_token_rows,
     copy_unaligned_token_rows,
 )
-from pallas_kernels.tiling import LANES, ShiftedRows, Tiling, TokenRows, num_tiles, tile_blocks
+from pallas_kernels.tiling import LANES, ShiftedRows, Tiling, TokenRows, num_tiles, round_up, tile_blocks
 
 # Rows planned at once: a longer batch is planned and copied in chunks of this size.
 _MAX_ROWS = 512
-# int32 elements of one 16-byte copy unit.
-_UNIT = 4
 
 Ref = Any
-Decide = Callable[[Sequence[jax.Array], jax.Array], Decision]
 
 
 def move_states(
     leaves: Sequence[jax.Array],
     pools: Sequence[Pool],
-    vectors: Sequence[jax.Array],
-    block_tables: jax.Array,
-    num_reqs: jax.Array,
+    operation: Operation,
+    request: Request,
+    views: Sequence[View],
     *,
-    decide: Decide,
+    num_rows: int,
     conv_layout: ConvStateLayout,
     null_block_id: int | None,
     config: KernelConfig,
     num_ctas: int,
     interpret: Any,
-) -> tuple[list[jax.Array], jax.Array]:
+) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
     """Plans and carries out one step in a single launch, in place on donated leaves.
 
     Args:
-      leaves: one array per pool.
-      pools: their static descriptions; `selection.kernel_obstacle` is None for each.
-      vectors: int32 `[R]` each, R >= 1.
-      block_tables: int32 `[G, B, C]`, none of them 0.
-      num_reqs: int32 `[1]`: rows from there on, and from B on, are padding.
-      decide: turns the vectors and a live mask into a `Decision`; called with vectors and with scalars.
+      leaves: one array per pool, at least one.
+      pools: their static descriptions; `tiling.kernel_obstacle` is None for each.
+      operation: what to do. Static.
+      request: the index arrays, none of them empty.
+      views: the row vectors in `request.row_arrays`. Static.
+      num_rows: rows of the batch. Static.
       conv_layout: layout of the conv pools. Static.
       null_block_id: id that is never copied from or to; None for no such id. Static.
       config: tuning knobs. Static.
       num_ctas: size of the persistent grid. Static.
-      interpret: False, or `InterpretGPUParams`. Static.
+      interpret: None, or `InterpretGPUParams`. Static.
 
     Returns:
-      The leaves after the copies (aliases of the donated ones) and the new counter, int32 `[R]`.
+      The leaves after the copies (aliases of the donated ones) and the slot vectors that the
+      operation updates, int32 `[S]` each.
     """
+    operands, all_views, slots_view = _collect_vectors(request, views)
+    tables = () if request.block_tables is None else (request.block_tables,)
+    num_slots = request.slot_vectors[0].shape[0] if request.slot_vectors else 0
     step = _Step(
+        operation=operation,
         groups=_group_pools(pools, conv_layout, config.stage_bytes),
-        num_rows=vectors[0].shape[0],
-        num_vectors=len(vectors),
-        batch=block_tables.shape[1],
-        num_columns=block_tables.shape[2],
-        decide=decide,
+        views=all_views,
+        slots_view=slots_view,
+        num_rows=num_rows if request.idx_mapping is not None else max(num_rows, num_slots),
+        batch=num_rows,
         null_block_id=null_block_id,
         num_ctas=num_ctas,
     )
     refs = [jax.new_ref(leaf.reshape(-1, pool.block_size)) for leaf, pool in zip(leaves, pools, strict=True)]
-    counter = plgpu.kernel(
+    old = tuple(request.slot_vectors[index] for index in operation.updated) if slots_view is not None else ()
+    updated = plgpu.kernel(
         functools.partial(_copy_states, step),
-        out_type=jax.ShapeDtypeStruct((step.num_rows,), jnp.int32),
+        out_type=[jax.ShapeDtypeStruct((num_slots,), jnp.int32) for _ in operation.updated],
         grid=(num_ctas,),
         grid_names=("cta",),
         scratch_types=step.scratch_types,
-        interpret=interpret or None,
+        interpret=interpret,
         kernel_name="mamba_state_copy",
-    )(tuple(vectors), block_tables, num_reqs, refs)
-    return [jax.freeze(ref).reshape(leaf.shape) for ref, leaf in zip(refs, leaves, strict=True)], counter
+    )(operands, tables, request.num_reqs.reshape(1), old, refs)
+    return [jax.freeze(ref).reshape(leaf.shape) for ref, leaf in zip(refs, leaves, strict=True)], tuple(updated)
+
+
+def _collect_vectors(
+    request: Request, views: Sequence[View]
+) -> tuple[tuple[jax.Array, ...], tuple[View, ...], int | None]:
+    """The arrays that the kernel reads rows from, a view for each request vector, and the view of the slots.
+
+    Mosaic GPU has no gather, so under an `idx_mapping` XLA brings the slot vectors into batch order,
+    all in one array to stay one small kernel.
+    """
+    if request.idx_mapping is None:
+        arrays = request.slot_vectors
+        slot_views = [View(i, 0, vector.shape[0]) for i, vector in enumerate(arrays)]
+    else:
+        num_rows = request.idx_mapping.shape[0]
+        stride = round_up(num_rows, UNIT)
+        mapping = jnp.pad(request.idx_mapping, (0, stride - num_rows))
+        arrays = (jnp.concatenate(gather_slots(request.slot_vectors, mapping)),)
+        slot_views = [View(0, i * stride, num_rows) for i in range(len(request.slot_vectors))]
+    row_views = [dataclasses.replace(view, array=len(arrays) + view.array) for view in views]
+    arrays += request.row_arrays
+    if request.idx_mapping is None:
+        return arrays, (*slot_views, *row_views), None
+    mapping_view = View(len(arrays), 0, num_rows)
+    return (*arrays, request.idx_mapping), (*slot_views, *row_views, mapping_view), len(slot_views) + len(row_views)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,25 +179,37 @@ def _group_pools(pools: Sequence[Pool], conv_layout: ConvStateLayout, stage_byte
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """Everything static about a launch."""
+    """Everything static about a launch.
 
+    Attributes:
+      operation: what to do.
+      groups: the pools.
+      views: the request vectors, in the order of the operation's values; the slots last, if any.
+      slots_view: which view holds the slots; None where a row is its own slot.
+      num_rows: rows that are decided; those from `batch` on only keep their slot's values.
+      batch: rows that can copy.
+      null_block_id: id that is never copied from or to.
+      num_ctas: size of the grid.
+    """
+
+    operation: Operation
     groups: tuple[_Group, ...]
+    views: tuple[View, ...]
+    slots_view: int | None
     num_rows: int
-    num_vectors: int
     batch: int
-    num_columns: int
-    decide: Decide
     null_block_id: int | None
     num_ctas: int
 
     @property
-    def chunk(self) -> int:
+    def chunk_rows(self) -> int:
         """Rows planned at once, a power of two for the binary search."""
         return min(max(1 << (self.num_rows - 1).bit_length(), LANES), _MAX_ROWS)
 
     @property
     def num_chunks(self) -> int:
-        return -(-self.num_rows // self.chunk)
+        """Chunks of the batch."""
+        return -(-self.num_rows // self.chunk_rows)
 
     @property
     def tables(self) -> tuple[int, ...]:
@@ -170,6 +218,7 @@ class _Step:
 
     @property
     def dtypes(self) -> tuple[np.dtype, ...]:
+        """Types of the pools."""
         return tuple(dict.fromkeys(group.pool.dtype for group in self.groups))
 
     @property
@@ -179,75 +228,82 @@ class _Step:
 
     @property
     def scratch_types(self) -> dict[str, Any]:
+        """Shared memory and barriers of a thread block."""
+
         def stage(dtype: np.dtype) -> Any:
             elements = max(group.tiling.stage_elements for group in self.groups if group.pool.dtype == dtype)
             return plgpu.SMEM((elements,), dtype)
 
         return {
-            "vectors_smem": plgpu.SMEM((self.num_vectors, self.chunk), jnp.int32),
-            "counter_smem": plgpu.SMEM((self.chunk,), jnp.int32),
-            "counts_smem": plgpu.SMEM((2 * self.chunk,), jnp.int32),
+            "rows_smem": plgpu.SMEM((len(self.views), self.chunk_rows + UNIT), jnp.int32),
+            "updates_smem": [plgpu.SMEM((self.chunk_rows,), jnp.int32) for _ in self.operation.updated],
+            "counts_smem": plgpu.SMEM((2 * self.chunk_rows,), jnp.int32),
             # One stage per thread block; no tile has two types, so the types share the memory.
             "stages_smem": plgpu.RefUnion(*map(stage, self.dtypes)),
-            "fetched": plgpu.Barrier(num_arrivals=self.num_vectors),
+            "fetched": plgpu.Barrier(num_barriers=len(self.views)),
             "loaded": plgpu.Barrier(num_barriers=max(group.tiling.num_barriers for group in self.groups)),
         }
 
 
 def _copy_states(
     step: _Step,
-    vectors_gmem: Sequence[Ref],
-    tables_gmem: Ref,
+    arrays_gmem: Sequence[Ref],
+    tables_gmem: Sequence[Ref],
     num_reqs_gmem: Ref,
+    old_gmem: Sequence[Ref],
     pools_gmem: Sequence[Ref],
-    counter_gmem: Ref,
-    *,
-    vectors_smem: Ref,
-    counter_smem: Ref,
+    *updated_gmem: Ref,
+    rows_smem: Ref,
+    updates_smem: Sequence[Ref],
     counts_smem: Ref,
     stages_smem: Sequence[Ref],
     fetched: Ref,
     loaded: Ref,
 ) -> None:
-    """The kernel: plans a chunk of rows, writes its counters from the first thread block, copies its states."""
+    """The kernel: chunk by chunk, decides all rows, updates the slot vectors and copies the states."""
     cta = lax.axis_index("cta")
     num_live = jnp.minimum(num_reqs_gmem[0], step.batch)
 
+    @pl.when(cta == 0)
+    def _keep_slots() -> None:
+        for src_gmem, dst_gmem, buffer_smem in zip(old_gmem, updated_gmem, updates_smem, strict=False):
+            copy_vector(src_gmem, dst_gmem, buffer_smem, fetched.at[0])
+
     def do_chunk(chunk: jax.Array | int) -> None:
-        first_row = chunk * step.chunk
-        _with_rows(step, chunk, lambda size: _fetch(vectors_gmem, vectors_smem, fetched, first_row, size))
-        vectors = [
-            plgpu.load(vectors_smem.at[v], layout=_layout(step.chunk), optimized=False) for v in range(step.num_vectors)
-        ]
-        row = first_row + plgpu.broadcasted_iota(jnp.int32, (step.chunk,), 0, layout=_layout(step.chunk))
-        decision = step.decide(vectors, row < num_live)
+        first_row = chunk * step.chunk_rows
+        fetch_rows(step.views, arrays_gmem, rows_smem, fetched, chunk, step.chunk_rows)
+        values = load_rows(step.views, rows_smem, step.chunk_rows)
+        row = plgpu.broadcasted_iota(jnp.int32, (step.chunk_rows,), 0, layout=row_layout(step.chunk_rows))
+        live = first_row + row < num_live
+        if step.slots_view is not None:
+            slot = values.pop()
+            live &= (slot >= 0) & (slot < updated_gmem[0].shape[0])
+        decision = step.operation.decide(values, live)
 
         @pl.when(cta == 0)
-        def _write_counter() -> None:
-            counter_smem[...] = decision.num_accepted_tokens
+        def _update_slots() -> None:
+            for update, update_smem in zip(decision.updates, updates_smem, strict=True):
+                update_smem[...] = update
             plgpu.commit_smem()
-            _with_rows(step, chunk, lambda size: _write_back(counter_smem, counter_gmem, first_row, size))
+            for update_smem, vector_gmem in zip(updates_smem, updated_gmem, strict=True):
+                if step.slots_view is None:
+                    write_rows(update_smem, vector_gmem, chunk, step.chunk_rows)
+                else:
+                    count = jnp.clip(num_live - first_row, 0, step.chunk_rows)
+                    scatter_rows(update_smem, vector_gmem, lambda row: rows_smem[step.slots_view, row], count)
 
         copies = jnp.where(decision.copies, 1, 0)
         num_copying = jnp.sum(copies, dtype=jnp.int32)
 
         @pl.when(num_copying > 0)
         def _copy() -> None:
-            _count_before(counts_smem, copies)
+            count_copying(counts_smem, copies)
 
             def plan_row(rank: jax.Array) -> tuple[jax.Array, dict[int, BlockIds]]:
-                index = _row_of_rank(counts_smem, rank)
-                row_vectors = [vectors_smem[v, index] for v in range(step.num_vectors)]
-                of_row = step.decide(row_vectors, jnp.bool_(True))
-                ids = {
-                    table: look_up_blocks(
-                        of_row,
-                        lambda column, table=table: tables_gmem[table, first_row + index, column],
-                        step.num_columns,
-                    )
-                    for table in step.tables
-                }
-                return of_row.offset, ids
+                row = row_of_rank(counts_smem, rank)
+                values = load_row(step.views[: step.slots_view], rows_smem, row)
+                ids = {table: _block_ids(step, values, table, tables_gmem, first_row + row) for table in step.tables}
+                return step.operation.decide(values, jnp.bool_(True)).offset, ids
 
             _deal_items(step, cta, num_copying, plan_row, pools_gmem, stages_smem, loaded)
 
@@ -264,72 +320,15 @@ def _copy_states(
         pl.loop(jnp.int32(0), jnp.int32(step.num_chunks))(do_chunk_of_many)
 
 
-def _layout(length: int) -> Any:
-    return plgpu.Layout.WG_STRIDED((length,), vec_size=1)
-
-
-def _with_rows(step: _Step, chunk: jax.Array, act: Callable[[int], None]) -> None:
-    """Calls `act` with the chunk's static number of rows, which the last chunk may have to itself."""
-    last = step.num_chunks - 1
-    last_size = step.num_rows - last * step.chunk
-    if last == 0 or last_size == step.chunk:
-        act(last_size)
-    else:
-        pl.when(chunk < last)(lambda: act(step.chunk))
-        pl.when(chunk == last)(lambda: act(last_size))
-
-
-def _fetch(vectors_gmem: Sequence[Ref], vectors_smem: Ref, fetched: Ref, first_row: jax.Array, size: int) -> None:
-    """Brings rows of the request vectors into shared memory: whole copy units in bulk, the rest one by one."""
-    whole = size // _UNIT * _UNIT
-    if whole:
-        for v, vector_gmem in enumerate(vectors_gmem):
-            bulk_load(vector_gmem.at[pl.ds(first_row, whole)], vectors_smem.at[v, pl.ds(0, whole)], fetched)
-    for v, vector_gmem in enumerate(vectors_gmem):
-        for i in range(whole, size):
-            vectors_smem[v, i] = vector_gmem[first_row + i]
-    if whole:
-        plgpu.barrier_wait(fetched)
-
-
-def _write_back(vector_smem: Ref, vector_gmem: Ref, first_row: jax.Array, size: int) -> None:
-    """Writes rows of a vector to global memory, the way `_fetch` reads them."""
-    whole = size // _UNIT * _UNIT
-    if whole:
-        bulk_store(vector_smem.at[pl.ds(0, whole)], vector_gmem.at[pl.ds(first_row, whole)])
-        plgpu.commit_smem_to_gmem_group()
-    for i in range(whole, size):
-        vector_gmem[first_row + i] = vector_smem[i]
-
-
-def _count_before(counts_smem: Ref, copies: jax.Array) -> None:
-    """Leaves in the upper half of `counts_smem` how many rows copy up to and including each row.
-
-    A prefix sum in log2 steps: each adds the counts that lie `distance` rows back, where the lower
-    half provides the zeros before the first row.
-    """
-    length = copies.shape[0]
-    lower, upper = pl.ds(0, length), pl.ds(length, length)
-    counts_smem[lower] = copies * 0
-    counts_smem[upper] = copies
-    distance = 1
-    while distance < length:
-        back = plgpu.load(counts_smem.at[pl.ds(length - distance, length)], layout=_layout(length), optimized=False)
-        copies = copies + back
-        counts_smem[upper] = copies
-        distance *= 2
-
-
-def _row_of_rank(counts_smem: Ref, rank: jax.Array) -> jax.Array:
-    """The row that copies after exactly `rank` others, by binary search in the counts."""
-    length = counts_smem.shape[0] // 2
-    row = jnp.int32(0)
-    stride = length // 2
-    while stride:
-        skip = counts_smem[length - 1 + row + stride] <= rank
-        row = jnp.where(skip, row + stride, row)
-        stride //= 2
-    return row
+def _block_ids(
+    step: _Step, values: Sequence[jax.Array], table: int, tables_gmem: Sequence[Ref], row: jax.Array
+) -> BlockIds:
+    """The blocks of one row, from the block table where there is one."""
+    if not tables_gmem:
+        return step.operation.block_ids(values, table)
+    return step.operation.block_ids(
+        values, table, lambda column: tables_gmem[0][table, row, column], tables_gmem[0].shape[2]
+    )
 
 
 def _deal_items(

@@ -1,7 +1,6 @@
 """The shared cases: steps that every implementation runs, and the comparison of every byte."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -10,13 +9,29 @@ import numpy as np
 import pytest
 
 from layouts import ConvStateLayout, MambaState
-from pallas_kernels import KernelConfig, PostprocessInputs, postprocess_mamba, postprocess_mamba_ref
+from pallas_kernels import (
+    KernelConfig,
+    PostprocessInputs,
+    PreprocessInputs,
+    copy_mamba_blocks,
+    copy_mamba_blocks_ref,
+    postprocess_mamba,
+    postprocess_mamba_ref,
+    preprocess_mamba,
+    preprocess_mamba_ref,
+)
 
 IMPLEMENTATIONS = [
     pytest.param("xla"),
     pytest.param("interpret"),
     pytest.param("mosaic_gpu", marks=pytest.mark.gpu),
 ]
+
+OPERATIONS = {
+    "post": (postprocess_mamba, postprocess_mamba_ref),
+    "pre": (preprocess_mamba, preprocess_mamba_ref),
+    "copy": (copy_mamba_blocks, copy_mamba_blocks_ref),
+}
 
 BF16 = np.dtype(jnp.bfloat16)
 FP8 = np.dtype(jnp.float8_e4m3fn)
@@ -61,14 +76,19 @@ class Case:
     """A step. Request values and pool bytes are drawn from `seed`; live rows never share a block.
 
     Attributes:
+      operation: "post", "pre" or "copy" (whose rows are `batch`).
       tables: "distinct" blocks, "aliased" (neighbouring columns of a row name one block) or "rubbish"
         (ids out of range, null ids, and request values out of all bounds among good ones).
       groups: None for a 2-D block table.
-      advanced: whether `num_computed_tokens` holds the final count already.
+      advanced: whether `num_computed_tokens` holds the final count already (post).
+      mapped: whether rows find their slots through an `idx_mapping`, some of it negative.
+      preserve_accepted: the option of that name (pre).
+      optional_ids: whether token offsets and temporal sources are given (copy).
     """
 
     name: str
     layers: tuple[Layer | None, ...]
+    operation: str = "post"
     batch: int = 6
     columns: int = 6
     block_size: int = 3
@@ -79,6 +99,9 @@ class Case:
     num_reqs: int | None = None
     null_block_id: int | None = 0
     advanced: bool = False
+    mapped: bool = False
+    preserve_accepted: bool = False
+    optional_ids: bool = True
     config: KernelConfig = _DEFAULT_CONFIG
     x64: bool = False
     layouts: tuple[str, ...] = ("DS", "SD")
@@ -95,24 +118,38 @@ _RUBBISH = _two(Conv(40, 5), Temporal((4, 64)), num_blocks=60)
 
 CASES = [
     Case("small_pools", _SMALL),
-    Case("one_request", _SMALL, batch=1, block_size=1, seed=1),
+    Case("one_request", _SMALL, batch=1, block_size=1, seed=1, layouts=("DS",)),
     Case("block_size_1", _SMALL, block_size=1),
     Case("block_size_1616", _two(Conv(40, 5), Temporal((4, 64)), num_blocks=64), block_size=1616, batch=10),
-    Case("already_advanced_counts", _SMALL, advanced=True),
-    Case("padded_batch", _SMALL, num_reqs=3),
-    Case("no_live_request", _SMALL, num_reqs=0),
-    Case("negative_num_reqs", _SMALL, num_reqs=-1),
-    Case("num_reqs_beyond_batch", _SMALL, num_reqs=1000),
-    Case("more_slots_than_rows", _SMALL, extra_slots=3),
-    Case("no_null_block", _SMALL, null_block_id=None, seed=1),
-    Case("null_block_in_the_middle", _SMALL, null_block_id=17, seed=2),
-    Case("null_block_beyond_int32", _SMALL, null_block_id=2**40),
+    Case("already_advanced_counts", _SMALL, advanced=True, layouts=("SD",)),
+    Case("padded_batch", _SMALL, num_reqs=3, layouts=("DS",)),
+    Case("no_live_request", _SMALL, num_reqs=0, layouts=("SD",)),
+    Case("negative_num_reqs", _SMALL, num_reqs=-1, layouts=("DS",)),
+    Case("num_reqs_beyond_batch", _SMALL, num_reqs=1000, layouts=("SD",)),
+    Case("more_slots_than_rows", _SMALL, extra_slots=3, layouts=("DS",)),
+    Case("no_null_block", _SMALL, null_block_id=None, seed=1, layouts=("SD",)),
+    Case("null_block_in_the_middle", _SMALL, null_block_id=17, seed=2, layouts=("DS",)),
+    Case("null_block_beyond_int32", _SMALL, null_block_id=2**40, layouts=("SD",)),
     Case("offset_beyond_window", _two(Conv(40, 2), Temporal((4, 64))), max_draft=6, block_size=8),
     Case("two_columns_one_block", _SMALL, tables="aliased"),
     Case("rubbish", _RUBBISH, tables="rubbish", batch=9, num_reqs=8, seed=3),
-    Case("rubbish_advanced", _RUBBISH, tables="rubbish", batch=9, advanced=True, seed=4),
-    Case("batch_127", _two(Conv(16, 4), Temporal((4,)), num_blocks=260), batch=127, columns=2, block_size=4),
-    Case("batch_130", _two(Conv(16, 4), Temporal((4,)), num_blocks=270), batch=130, columns=2, block_size=4),
+    Case("rubbish_advanced", _RUBBISH, tables="rubbish", batch=9, advanced=True, seed=4, layouts=("DS",)),
+    Case(
+        "batch_127",
+        _two(Conv(16, 4), Temporal((4,)), num_blocks=260),
+        batch=127,
+        columns=2,
+        block_size=4,
+        layouts=("DS",),
+    ),
+    Case(
+        "batch_130",
+        _two(Conv(16, 4), Temporal((4,)), num_blocks=270),
+        batch=130,
+        columns=2,
+        block_size=4,
+        layouts=("SD",),
+    ),
     Case(
         "batch_of_three_chunks",
         (Layer(Conv(8, 4), num_blocks=1100),),
@@ -151,6 +188,62 @@ CASES = [
         "groups",
         (Layer(Conv(40, 5), Temporal((4, 64)), group=1), Layer(Conv(40, 5), Temporal((4, 64)))),
         groups=3,
+    ),
+    Case("mapped", _SMALL, mapped=True, extra_slots=5),
+    Case("mapped_to_fewer_slots", _SMALL, mapped=True, extra_slots=-2, batch=6, layouts=("DS",)),
+    Case("mapped_padded", _SMALL, mapped=True, extra_slots=3, num_reqs=4, seed=5, layouts=("SD",)),
+    Case("mapped_rubbish", _RUBBISH, mapped=True, extra_slots=4, tables="rubbish", batch=9, seed=6, layouts=("DS",)),
+    Case("mapped_advanced", _SMALL, mapped=True, extra_slots=1, advanced=True, layouts=("SD",)),
+    Case(
+        "mapped_in_three_chunks",
+        (Layer(Conv(8, 4), num_blocks=1100),),
+        batch=1027,
+        columns=1,
+        block_size=2,
+        max_draft=1,
+        mapped=True,
+        extra_slots=300,
+        config=KernelConfig(num_ctas=1),
+        layouts=("DS",),
+    ),
+    Case("pre", _SMALL, operation="pre"),
+    Case("pre_one_request", _SMALL, operation="pre", batch=1, seed=4, layouts=("DS",)),
+    Case("pre_block_size_1", _SMALL, operation="pre", block_size=1, columns=8, batch=5, layouts=("SD",)),
+    Case("pre_preserving_the_counter", _SMALL, operation="pre", preserve_accepted=True, layouts=("DS",)),
+    Case("pre_padded_batch", _SMALL, operation="pre", num_reqs=4, extra_slots=2, layouts=("SD",)),
+    Case("pre_two_columns_one_block", _SMALL, operation="pre", tables="aliased", seed=1, layouts=("DS",)),
+    Case("pre_rubbish", _RUBBISH, operation="pre", tables="rubbish", batch=9, extra_slots=1, seed=8),
+    Case("pre_mapped", _SMALL, operation="pre", mapped=True, extra_slots=5, layouts=("SD",)),
+    Case(
+        "pre_mapped_rubbish", _RUBBISH, operation="pre", mapped=True, tables="rubbish", batch=9, seed=9, layouts=("DS",)
+    ),
+    Case(
+        "pre_batch_130",
+        _two(Conv(16, 4), Temporal((4,)), num_blocks=270),
+        operation="pre",
+        batch=130,
+        columns=2,
+        layouts=("SD",),
+    ),
+    Case(
+        "pre_groups_and_stacked_layers",
+        (Layer(Conv(40, 5), Temporal((4, 64)), group=1, num_layers=2), Layer(Conv(24, 3, F32), Temporal((8,)))),
+        operation="pre",
+        groups=2,
+    ),
+    Case("copy", _SMALL, operation="copy", batch=12),
+    Case("copy_without_optional_ids", _SMALL, operation="copy", batch=12, optional_ids=False, layouts=("SD",)),
+    Case("copy_padded", _SMALL, operation="copy", batch=12, num_reqs=7, layouts=("DS",)),
+    Case("copy_one_row", _SMALL, operation="copy", batch=1, layouts=("SD",)),
+    Case("copy_rubbish", _RUBBISH, operation="copy", batch=15, tables="rubbish", null_block_id=None, layouts=("DS",)),
+    Case("copy_onto_itself", _SMALL, operation="copy", batch=12, tables="aliased"),
+    Case(
+        "copy_groups",
+        (Layer(Conv(40, 5), Temporal((4, 64)), group=1), Layer(Conv(16, 4), group=0), Layer(temporal=Temporal((4,)))),
+        operation="copy",
+        groups=3,
+        batch=9,
+        layouts=("SD",),
     ),
     Case("stacked_layers", (Layer(Conv(40, 5), Temporal((4, 64)), num_layers=3), *_SMALL)),
 ]
@@ -196,10 +289,21 @@ def random_states(rng: np.random.Generator, layers: tuple[Layer | None, ...], la
     ]
 
 
-def random_step(case: Case) -> tuple[PostprocessInputs, np.ndarray]:
-    """Request vectors and block tables of a plausible (or rubbish) step."""
+def random_arguments(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a plausible (or rubbish) step behind `states`, and its options except the layout."""
     rng = np.random.default_rng(case.seed)
+    options: dict[str, Any] = {"null_block_id": case.null_block_id}
+    if case.operation == "copy":
+        return _random_ids(rng, case), options | {"num_copies": case.num_reqs}
+    options |= {"block_size": case.block_size, "num_reqs": case.num_reqs}
     slots = case.batch + case.extra_slots
+    if case.mapped:
+        mapping = np.full(case.batch, -1)
+        rows = rng.permutation(case.batch)[: min(case.batch - 1, slots) or 1]
+        mapping[rows] = rng.permutation(slots)[: len(rows)]
+        if case.tables == "rubbish":
+            mapping[mapping < 0] = rng.choice([INT_MIN, slots, INT_MAX, -1], (mapping < 0).sum())
+        options["idx_mapping"] = mapping.astype(np.int32)
     draft = rng.integers(0, case.max_draft + 1, slots)
     accepted = np.array([rng.integers(1, most + 2) for most in draft])
     computed = rng.integers(0, case.block_size * case.columns, slots)
@@ -208,61 +312,85 @@ def random_step(case: Case) -> tuple[PostprocessInputs, np.ndarray]:
     computed = np.where(rng.random(slots) < 0.5, np.maximum(near, 0), computed)
     idx = np.maximum((computed - 1) // case.block_size + rng.integers(-1, 2, slots), -1)
     num_blocks = max(layer.num_blocks for layer in case.layers if layer)
-    groups = case.groups or 1
-    tables = np.stack(
-        [
-            rng.permutation(num_blocks)[: case.batch * case.columns].reshape(case.batch, case.columns)
-            for _ in range(groups)
-        ]
-    )
+    tables = _random_tables(rng, case, num_blocks)
     vectors = [idx, accepted, computed, draft + 1, draft]
-    if case.tables == "aliased":
-        tables = tables[:, :, np.arange(case.columns) // 2 * 2]
-    elif case.tables == "rubbish":
-        bad_ids = [-1, INT_MIN, INT_MAX, num_blocks, num_blocks + 7, 0]
-        tables = np.where(rng.random(tables.shape) < 0.2, rng.choice(bad_ids, tables.shape), tables)
+    query_start_loc = np.concatenate([[0], np.cumsum(rng.integers(1, case.max_draft + 2, case.batch))])
+    if case.tables == "rubbish":
         bad = [-1, 0, INT_MIN, INT_MAX, INT_MAX - 1, case.columns, 10**6]
-        vectors = [np.where(rng.random(slots) < 0.2, rng.choice(bad, slots), vector) for vector in vectors]
+        vectors = [_spoil(rng, vector, bad) for vector in vectors]
+        query_start_loc = _spoil(rng, query_start_loc, bad)
     idx, accepted, computed, scheduled, draft = (vector.astype(np.int32) for vector in vectors)
+    common = {"mamba_state_idx": idx, "num_accepted_tokens": accepted, "num_computed_tokens": computed}
+    tables = (tables if case.groups else tables[0]).astype(np.int32)
+    if case.operation == "pre":
+        options["preserve_accepted"] = case.preserve_accepted
+        return (PreprocessInputs(**common, query_start_loc=query_start_loc.astype(np.int32)), tables), options
     if case.advanced:
         with np.errstate(over="ignore"):
-            computed = computed + scheduled - draft + accepted - 1
-        scheduled = draft = None
-    inputs = PostprocessInputs(
-        mamba_state_idx=idx,
-        num_accepted_tokens=accepted,
-        num_computed_tokens=computed,
-        num_scheduled_tokens=scheduled,
-        num_draft_tokens=draft,
+            common["num_computed_tokens"] = computed + scheduled - draft + accepted - 1
+        return (PostprocessInputs(**common), tables), options
+    return (PostprocessInputs(**common, num_scheduled_tokens=scheduled, num_draft_tokens=draft), tables), options
+
+
+def _spoil(rng: np.random.Generator, values: np.ndarray, bad: list[int]) -> np.ndarray:
+    """Replaces about a fifth of `values` by bad ones."""
+    return np.where(rng.random(values.shape) < 0.2, rng.choice(bad, values.shape), values)
+
+
+def _random_tables(rng: np.random.Generator, case: Case, num_blocks: int) -> np.ndarray:
+    size = case.batch * case.columns
+    tables = [rng.permutation(num_blocks)[:size].reshape(case.batch, case.columns) for _ in range(case.groups or 1)]
+    tables = np.stack(tables)
+    if case.tables == "aliased":
+        return tables[:, :, np.arange(case.columns) // 2 * 2]
+    if case.tables == "rubbish":
+        return _spoil(rng, tables, [-1, INT_MIN, INT_MAX, num_blocks, num_blocks + 7, 0])
+    return tables
+
+
+def _random_ids(rng: np.random.Generator, case: Case) -> tuple[np.ndarray | None, ...]:
+    """Source, destination, offset and temporal source of each row; no block is used by two rows."""
+    num_blocks = max(layer.num_blocks for layer in case.layers if layer)
+    ids = np.stack([rng.permutation(num_blocks)[: 3 * case.batch] for _ in range(case.groups or 1)])
+    src, dst, temporal_src = np.split(ids, 3, axis=1)
+    if case.tables == "aliased":
+        src = np.where(rng.random(src.shape) < 0.6, dst, src)
+        temporal_src = np.where(rng.random(src.shape) < 0.6, dst, temporal_src)
+    if case.tables == "rubbish":
+        bad = [-1, INT_MIN, INT_MAX, num_blocks]
+        src, dst, temporal_src = (_spoil(rng, array, bad) for array in (src, dst, temporal_src))
+    offsets = rng.integers(0, case.max_draft + 1, case.batch)
+    if case.tables == "rubbish":
+        offsets = _spoil(rng, offsets, [-1, INT_MIN, INT_MAX])
+    src, dst, temporal_src = (
+        (array if case.groups else array[0]).astype(np.int32) for array in (src, dst, temporal_src)
     )
-    return inputs, (tables if case.groups else tables[0]).astype(np.int32)
+    return (src, dst, offsets.astype(np.int32), temporal_src) if case.optional_ids else (src, dst)
 
 
-def run_postprocess(implementation: str, states: Any, inputs: Any, block_tables: Any, **options: Any) -> Any:
-    """`postprocess_mamba` on fresh device arrays, by the name of an entry of `IMPLEMENTATIONS`."""
-    states, inputs, block_tables = jax.tree.map(jnp.array, (states, inputs, block_tables))
+def run(operation: str, implementation: str, states: Any, *arguments: Any, **options: Any) -> Any:
+    """An operation on fresh device arrays, by the name of an entry of `IMPLEMENTATIONS`, or "oracle"."""
+    function, reference = OPERATIONS[operation]
     config = options.pop("config", None)
+    if implementation == "oracle":
+        return reference(states, *arguments, **options)
     if implementation == "interpret":
         options |= {"interpret": True, "config": config or _DEFAULT_CONFIG}
-    elif implementation != "oracle":
+    else:
         options |= {"implementation": implementation, "config": config}
-    function = postprocess_mamba_ref if implementation == "oracle" else postprocess_mamba
-    return function(states, inputs, block_tables, **options)
+    if options.get("idx_mapping") is not None:
+        options["idx_mapping"] = jnp.array(options["idx_mapping"])
+    return function(*jax.tree.map(jnp.array, (states, *arguments)), **options)
 
 
 def check_case(implementation: str, case: Case, layout: str) -> None:
-    """Runs a case and compares every byte of every pool, and the counters, with the oracle."""
+    """Runs a case and compares every byte of every pool, and the vectors, with the oracle."""
     states = random_states(np.random.default_rng(case.seed), case.layers, layout)
-    inputs, tables = random_step(case)
-    options = {
-        "block_size": case.block_size,
-        "conv_layout": layout,
-        "num_reqs": case.num_reqs,
-        "null_block_id": case.null_block_id,
-    }
-    want = postprocess_mamba_ref(states, inputs, tables, **options)
+    arguments, options = random_arguments(case)
+    options["conv_layout"] = layout
+    want = run(case.operation, "oracle", states, *arguments, **options)
     with jax.enable_x64(case.x64):
-        got = run_postprocess(implementation, states, inputs, tables, config=case.config, **options)
+        got = run(case.operation, implementation, states, *arguments, config=case.config, **options)
         assert_same_bytes(got, want)
 
 
@@ -282,19 +410,11 @@ def as_bytes(array: Any) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
 
 
-@functools.cache
 def changed_bytes(case: Case, layout: str) -> int:
     """How many bytes of the pools the oracle changes."""
     states = random_states(np.random.default_rng(case.seed), case.layers, layout)
-    inputs, tables = random_step(case)
-    after, _ = postprocess_mamba_ref(
-        states,
-        inputs,
-        tables,
-        block_size=case.block_size,
-        conv_layout=layout,
-        num_reqs=case.num_reqs,
-        null_block_id=case.null_block_id,
-    )
+    arguments, options = random_arguments(case)
+    after = run(case.operation, "oracle", states, *arguments, conv_layout=layout, **options)
+    after = after if case.operation == "copy" else after[0]
     pairs = zip(jax.tree.leaves(states), jax.tree.leaves(after), strict=True)
     return sum(int((as_bytes(a) != as_bytes(b)).sum()) for a, b in pairs)

@@ -76,11 +76,11 @@ _CONTRACTS = {
     "negative_group": ({"states": [dataclasses.replace(_STATE, group=-1)]}, "states[0].group must be an int >= 0"),
     "group_without_a_table": (
         {"states": [dataclasses.replace(_STATE, group=1)]},
-        "states[0].group is 1, but block_tables of shape (3, 2) holds 1 table(s)",
+        "states[0].group is 1, but block_tables of shape (3, 2) holds 1 group(s)",
     ),
     "group_beyond_the_tables": (
         {"states": [dataclasses.replace(_STATE, group=2)], "tables": jnp.zeros((2, 3, 2), jnp.int32)},
-        "states[0].group is 2, but block_tables of shape (2, 3, 2) holds 2 table(s)",
+        "states[0].group is 2, but block_tables of shape (2, 3, 2) holds 2 group(s)",
     ),
     "block_tables_of_rank_1": (
         {"tables": jnp.zeros(3, jnp.int32)},

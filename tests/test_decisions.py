@@ -5,11 +5,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import IMPLEMENTATIONS, run_postprocess
+from cases import IMPLEMENTATIONS, run
 
 from layouts import MambaState
 from pallas_kernels import PostprocessInputs
-from pallas_kernels.plan import decide_postprocess
+from pallas_kernels.plan import Postprocess
 
 
 class Row(NamedTuple):
@@ -52,33 +52,25 @@ ROWS = [
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 @pytest.mark.parametrize("advanced", [False, True])
 def test_planner_decides_as_typed(row: Row, advanced: bool) -> None:
-    inputs = PostprocessInputs(
-        mamba_state_idx=jnp.int32(row.idx),
-        num_accepted_tokens=jnp.int32(row.accepted),
-        num_computed_tokens=jnp.int32(
-            row.computed + row.scheduled - row.draft + row.accepted - 1 if advanced else row.computed
-        ),
-        num_scheduled_tokens=None if advanced else jnp.int32(row.scheduled),
-        num_draft_tokens=None if advanced else jnp.int32(row.draft),
-    )
-    decision = decide_postprocess(inputs, jnp.bool_(True), block_size=row.block_size)
-    assert int(decision.num_accepted_tokens) == row.counter
+    new = row.computed + row.scheduled - row.draft + row.accepted - 1
+    counts = [new] if advanced else [row.computed, row.scheduled, row.draft]
+    values = [jnp.int32(value) for value in (row.idx, row.accepted, *counts)]
+    operation = Postprocess(row.block_size, advanced)
+    decision = operation.decide(values, jnp.bool_(True))
+    assert int(decision.updates[0]) == row.counter
     assert bool(decision.copies) == (row.copy is not None)
     if row.copy:
-        assert (int(decision.src_col), int(decision.offset), int(decision.dst_col)) == row.copy
+        # In a table of one block per column, ids are columns.
+        ids = operation.block_ids(values, 0, lambda column: column, 100)
+        assert (int(ids.conv_src), int(decision.offset), int(ids.dst)) == row.copy
+        assert int(ids.temporal_src) == row.copy[0] + row.copy[1]
 
 
 def test_planner_leaves_padding_alone() -> None:
-    inputs = PostprocessInputs(
-        mamba_state_idx=jnp.array([1, 1]),
-        num_accepted_tokens=jnp.array([2, 2]),
-        num_computed_tokens=jnp.array([30, 30]),
-        num_scheduled_tokens=jnp.array([2, 2]),
-        num_draft_tokens=jnp.array([1, 1]),
-    )
-    decision = decide_postprocess(inputs, jnp.array([True, False]), block_size=16)
+    values = [jnp.array([value, value]) for value in (1, 2, 30, 2, 1)]
+    decision = Postprocess(16, advanced=False).decide(values, jnp.array([True, False]))
     assert decision.copies.tolist() == [True, False]
-    assert decision.num_accepted_tokens.tolist() == [1, 2]
+    assert decision.updates[0].tolist() == [1, 2]
 
 
 # Pools of four blocks whose values tell block, channel and token: 100 * block + 10 * channel + token.
@@ -147,7 +139,8 @@ def test_bytes_move_as_typed(
 ) -> None:
     to_layout = (lambda pool: pool) if layout == "DS" else (lambda pool: pool.swapaxes(1, 2))
     draft = 6
-    states, counters = run_postprocess(
+    states, counters = run(
+        "post",
         implementation,
         [MambaState(conv=to_layout(_CONV.astype(np.int32)), temporal=_TEMPORAL.astype(np.int32))],
         PostprocessInputs(
@@ -185,8 +178,8 @@ def test_ds_bytes_are_sd_bytes_transposed(implementation: str, in_place: bool, o
     table = np.array([[2, 3]], np.int32)
     after = {}
     for layout, conv in {"DS": pool, "SD": pool.swapaxes(1, 2)}.items():
-        (state,), _ = run_postprocess(
-            implementation, [MambaState(conv=conv)], inputs, table, block_size=16, conv_layout=layout
+        (state,), _ = run(
+            "post", implementation, [MambaState(conv=conv)], inputs, table, block_size=16, conv_layout=layout
         )
         after[layout] = np.asarray(state.conv)
     source = pool[2 if in_place else 3]

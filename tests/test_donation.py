@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, Conv, Layer, Temporal, random_states, random_step
+from cases import CASES, Conv, Layer, Temporal, random_arguments, random_states
 
 from layouts import ConvStateLayout, MambaState
 from pallas_kernels import PostprocessInputs, postprocess_mamba
@@ -20,7 +20,7 @@ _CASE = next(case for case in CASES if case.name == "small_pools")
 
 
 def _compile(states: Any, layout: str, implementation: str | None) -> jax.stages.Compiled:
-    inputs, tables = jax.tree.map(jnp.asarray, random_step(_CASE))
+    inputs, tables = jax.tree.map(jnp.asarray, random_arguments(_CASE)[0])
 
     def step(states: Any, inputs: PostprocessInputs, tables: jax.Array) -> Any:
         return postprocess_mamba(
@@ -81,7 +81,7 @@ def test_step_is_exactly_one_kernel(layout: str) -> None:
 def test_time_does_not_grow_with_the_pool(implementation: str) -> None:
     def seconds(num_blocks: int) -> float:
         states = _pools("DS", num_blocks)
-        inputs, tables = jax.tree.map(jnp.asarray, random_step(_CASE))
+        inputs, tables = jax.tree.map(jnp.asarray, random_arguments(_CASE)[0])
         step = _compile(states, "DS", implementation)
         times = []
         for _ in range(20):
@@ -95,7 +95,7 @@ def test_time_does_not_grow_with_the_pool(implementation: str) -> None:
 
 
 def test_arrays_are_donated_and_the_counter_is_new() -> None:
-    states, (inputs, tables) = _pools("DS", 64), jax.tree.map(jnp.asarray, random_step(_CASE))
+    states, (inputs, tables) = _pools("DS", 64), jax.tree.map(jnp.asarray, random_arguments(_CASE)[0])
     _, counter = postprocess_mamba(states, inputs, tables, block_size=3, conv_layout="DS", implementation="xla")
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(states))
     assert not inputs.num_accepted_tokens.is_deleted()
@@ -104,7 +104,7 @@ def test_arrays_are_donated_and_the_counter_is_new() -> None:
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
 def test_refs_are_updated_in_place_and_returned(implementation: str) -> None:
-    arrays, (inputs, tables) = _pools("DS", 64), jax.tree.map(jnp.asarray, random_step(_CASE))
+    arrays, (inputs, tables) = _pools("DS", 64), jax.tree.map(jnp.asarray, random_arguments(_CASE)[0])
     mixed = [MambaState(conv=jax.new_ref(arrays[0].conv), temporal=arrays[0].temporal + 0), arrays[1]]
     options = {"interpret": True} if implementation == "interpret" else {"implementation": implementation}
     want, _ = postprocess_mamba(
@@ -133,7 +133,7 @@ def _count_traces(call: Callable[[], Any]) -> int:
 
 def test_only_new_shapes_and_statics_trace_again() -> None:
     def call(layout: Any, num_reqs: Any, accepted: int = 2, null_block_id: Any = 0, size: int = 64) -> None:
-        inputs, tables = jax.tree.map(jnp.asarray, random_step(_CASE))
+        inputs, tables = jax.tree.map(jnp.asarray, random_arguments(_CASE)[0])
         inputs = jax.tree.map(lambda vector: vector * 0 + accepted, inputs)
         postprocess_mamba(
             _pools("DS", size),
@@ -155,7 +155,7 @@ def test_only_new_shapes_and_statics_trace_again() -> None:
 
 
 def test_traced_num_reqs_and_values_do_not_trace_again() -> None:
-    states, (inputs, tables) = _pools("DS", 64), jax.tree.map(jnp.asarray, random_step(_CASE))
+    states, (inputs, tables) = _pools("DS", 64), jax.tree.map(jnp.asarray, random_arguments(_CASE)[0])
 
     @jax.jit
     @chex.assert_max_traces(n=1)

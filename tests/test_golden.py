@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import IMPLEMENTATIONS, as_bytes, assert_same_bytes, run_postprocess
+from cases import IMPLEMENTATIONS, as_bytes, assert_same_bytes, run
 
 from layouts import ConvStateLayout, MambaState
-from pallas_kernels import PostprocessInputs
+from pallas_kernels import PostprocessInputs, PreprocessInputs
 
 _DATA = np.load(pathlib.Path(__file__).parent / "data" / "vllm_0_33_cases.npz")
 _CASES = list(enumerate(json.loads(_DATA["cases"].tobytes())))
-_POST = [pytest.param(i, case, id=f"{i}-{case['op']}-{case['layout']}") for i, case in _CASES if case["op"] != "pre"]
+_EACH = [pytest.param(i, case, id=f"{i}-{case['op']}-{case['layout']}") for i, case in _CASES]
 
 
 def _states(i: int, case: dict[str, Any], *, after: bool) -> list[MambaState]:
@@ -39,24 +39,24 @@ def _states(i: int, case: dict[str, Any], *, after: bool) -> list[MambaState]:
     ]
 
 
-def _inputs(i: int) -> tuple[PostprocessInputs, np.ndarray]:
+def _inputs(i: int) -> tuple[PostprocessInputs | PreprocessInputs, np.ndarray]:
     prefix = f"{i}/in/"
     vectors = {name.removeprefix(prefix): _DATA[name] for name in _DATA.files if name.startswith(prefix)}
     tables = vectors.pop("block_tables")
-    return PostprocessInputs(**vectors), tables
+    return (PreprocessInputs if "query_start_loc" in vectors else PostprocessInputs)(**vectors), tables
 
 
 def test_golden_cases_are_all_there() -> None:
     assert [case["op"] for _, case in _CASES] == ["post", "post_advanced", "pre"] * 14
 
 
-@pytest.mark.parametrize(("i", "case"), _POST)
+@pytest.mark.parametrize(("i", "case"), _EACH)
 def test_oracle_gives_the_bytes_of_vllm(i: int, case: dict[str, Any]) -> None:
     _check("oracle", i, case, keep_temporal=True)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("i", "case"), _POST)
+@pytest.mark.parametrize(("i", "case"), _EACH)
 def test_implementation_gives_the_bytes_of_vllm(implementation: str, i: int, case: dict[str, Any]) -> None:
     temporal = _states(i, case, after=False)[0].temporal
     fits = implementation == "xla" or temporal[0].nbytes % 16 == 0
@@ -78,7 +78,8 @@ def _check(implementation: str, i: int, case: dict[str, Any], *, keep_temporal: 
             [MambaState(conv=state.conv, group=state.group) for state in states] for states in (before, after)
         )
     inputs, tables = _inputs(i)
-    got = run_postprocess(
+    got = run(
+        case["op"].removesuffix("_advanced"),
         implementation,
         before,
         inputs,
@@ -87,4 +88,5 @@ def _check(implementation: str, i: int, case: dict[str, Any], *, keep_temporal: 
         conv_layout=case["layout"],
         null_block_id=None,
     )
-    assert_same_bytes(got, (after, _DATA[f"{i}/out/num_accepted_tokens"]))
+    names = ["mamba_state_idx", "num_accepted_tokens"] if case["op"] == "pre" else ["num_accepted_tokens"]
+    assert_same_bytes(got, (after, *(_DATA[f"{i}/out/{name}"] for name in names)))

@@ -1,42 +1,37 @@
 """The kernel lowers for CUDA on a machine without a GPU: the interpreter takes more than Mosaic GPU does."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from cases import EVERY_CASE, Case, random_states, random_step
+from cases import EVERY_CASE, OPERATIONS, Case, random_arguments, random_states
 
 from layouts import MODELS, ConvStateLayout, MambaModel, MambaState
 from pallas_kernels import PostprocessInputs, postprocess_mamba
 
 
-def _lower(states: Any, inputs: PostprocessInputs, tables: Any, **options: Any) -> str:
-    def step(states: Any, inputs: PostprocessInputs, tables: jax.Array) -> Any:
-        return postprocess_mamba(states, inputs, tables, implementation="mosaic_gpu", **options)
+def _lower(operation: Callable[..., Any], states: Any, *arguments: Any, idx_mapping: Any = None, **options: Any) -> str:
+    def step(states: Any, arguments: Any, idx_mapping: Any) -> Any:
+        # Not every operation takes a mapping.
+        mapping = {} if idx_mapping is None else {"idx_mapping": idx_mapping}
+        return operation(states, *arguments, implementation="mosaic_gpu", **mapping, **options)
 
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (states, inputs, tables))
+    operands = (states, arguments, idx_mapping)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), operands)
     traced = jax.jit(step, donate_argnums=0).trace(*shapes)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(("case", "layout"), EVERY_CASE)
 def test_every_case_lowers_to_one_kernel(case: Case, layout: str) -> None:
-    import numpy as np
-
     states = random_states(np.random.default_rng(0), case.layers, layout)
-    inputs, tables = random_step(case)
+    arguments, options = random_arguments(case)
     with jax.enable_x64(case.x64):
-        text = _lower(
-            states,
-            inputs,
-            tables,
-            block_size=case.block_size,
-            conv_layout=layout,
-            num_reqs=case.num_reqs,
-            null_block_id=case.null_block_id,
-            config=case.config,
-        )
+        operation, _ = OPERATIONS[case.operation]
+        text = _lower(operation, states, *arguments, conv_layout=layout, config=case.config, **options)
     assert text.count("custom_call @mosaic_gpu") == 1
 
 
@@ -69,7 +64,7 @@ def test_every_model_lowers_at_every_tensor_parallel_degree(name: str, layout: C
     inputs, tables = _request_shapes(batch=128, columns=8)
     for tp in (1, 2, 4, 8):
         states = _model_states(MODELS[name], layout.name, tp=tp, layers=2, num_blocks=64)
-        text = _lower(states, inputs, tables, block_size=16, conv_layout=layout)
+        text = _lower(postprocess_mamba, states, inputs, tables, block_size=16, conv_layout=layout)
         assert text.count("custom_call @mosaic_gpu") == 1
 
 
@@ -77,17 +72,22 @@ def test_every_model_lowers_at_every_tensor_parallel_degree(name: str, layout: C
 def test_any_batch_size_lowers(batch: int) -> None:
     inputs, tables = _request_shapes(batch, columns=3)
     states = _model_states(MODELS["lfm2-1.2b"], "DS", tp=1, layers=1, num_blocks=64)
-    _lower(states, inputs, tables, block_size=16, conv_layout="DS")
+    _lower(postprocess_mamba, states, inputs, tables, block_size=16, conv_layout="DS")
 
 
 def test_all_layers_of_a_model_lower_to_one_kernel() -> None:
     inputs, tables = _request_shapes(batch=128, columns=8)
     model = MODELS["nemotron-3-super-120b-a12b"]
     states = _model_states(model, "DS", tp=1, layers=model.num_layers, num_blocks=64)
-    assert _lower(states, inputs, tables, block_size=16, conv_layout="DS").count("custom_call @mosaic_gpu") == 1
+    assert (
+        _lower(postprocess_mamba, states, inputs, tables, block_size=16, conv_layout="DS").count(
+            "custom_call @mosaic_gpu"
+        )
+        == 1
+    )
 
 
 def test_pool_beyond_two_gib_of_elements_lowers() -> None:
     inputs, tables = _request_shapes(batch=4, columns=2)
     states = [MambaState(temporal=jax.ShapeDtypeStruct((5000, 2**20), jnp.int8))]
-    _lower(states, inputs, tables, block_size=16, conv_layout="DS")
+    _lower(postprocess_mamba, states, inputs, tables, block_size=16, conv_layout="DS")

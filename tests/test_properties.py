@@ -57,7 +57,11 @@ def _case(dtypes: list[np.dtype], multiple_of: int) -> st.SearchStrategy[Case]:
         extra_slots=st.integers(0, 2),
         num_reqs=st.none() | st.integers(-2, 8),
         null_block_id=st.sampled_from([None, 0, 3]),
+        operation=st.sampled_from(["post", "pre", "copy"]),
         advanced=st.booleans(),
+        mapped=st.booleans(),
+        preserve_accepted=st.booleans(),
+        optional_ids=st.booleans(),
         seed=st.integers(0, 2**16),
     )
 

@@ -1,0 +1,242 @@
+"""From checked arguments to a mover: statics, donation and the jit boundary."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from layouts import ConvStateLayout, assert_integer_scalar
+from pallas_kernels import state_copy_mgpu, state_copy_xla
+from pallas_kernels.config import KernelConfig
+from pallas_kernels.plan import Operation, Request, View, decide_step, plan_copies
+from pallas_kernels.pools import Pool, flatten_pools
+from pallas_kernels.selection import MOSAIC_GPU, XLA, choose, target_device
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to run an operation, normalised so that equal calls trace once.
+
+    Attributes:
+      conv_layout: layout of the conv pools.
+      null_block_id: id that is never copied from or to.
+      implementation: what was asked for.
+      interpret: parameters of the interpreter, or None.
+      config: tuning knobs.
+    """
+
+    conv_layout: ConvStateLayout
+    null_block_id: int | None
+    implementation: str | None
+    interpret: plgpu.InterpretGPUParams | None
+    config: KernelConfig
+
+
+def make_options(
+    conv_layout: ConvStateLayout | str,
+    null_block_id: int | None,
+    implementation: str | None,
+    interpret: bool | plgpu.InterpretGPUParams,
+    config: KernelConfig | None,
+) -> Options:
+    """Checks and normalises the options that all operations share.
+
+    Raises:
+      ValueError: one of them is out of range, or `interpret` comes with "xla".
+    """
+    if config is not None and not isinstance(config, KernelConfig):
+        raise ValueError(f"config must be a KernelConfig or None, got {config!r}")
+    if not isinstance(interpret, bool | plgpu.InterpretGPUParams):
+        raise ValueError(f"interpret must be a bool or InterpretGPUParams, got {interpret!r}")
+    if interpret is True:
+        interpret = plgpu.InterpretGPUParams(detect_races=True)
+    if interpret:
+        if implementation == XLA:
+            raise ValueError("interpret runs the kernel in an interpreter: it cannot go with implementation='xla'")
+        implementation = implementation or MOSAIC_GPU
+    return Options(
+        conv_layout=ConvStateLayout.parse(conv_layout),
+        null_block_id=check_block_id(null_block_id),
+        implementation=implementation,
+        interpret=interpret or None,
+        config=config or KernelConfig(),
+    )
+
+
+def check_block_id(null_block_id: int | None) -> int | None:
+    """Returns the id as an int. One that no int32 can equal is the same as none.
+
+    Raises:
+      ValueError: it is neither an int nor None.
+    """
+    if null_block_id is None:
+        return None
+    if not is_static_int(null_block_id):
+        raise ValueError(f"null_block_id must be an int or None, got {null_block_id!r}")
+    null_block_id = operator.index(null_block_id)
+    return null_block_id if 0 <= null_block_id <= INT32_MAX else None
+
+
+def check_block_size(block_size: int) -> int:
+    """Returns the block size as an int.
+
+    Raises:
+      ValueError: it is out of range.
+    """
+    if not is_static_int(block_size) or not 1 <= operator.index(block_size) <= INT32_MAX:
+        raise ValueError(f"block_size must be an int with 1 <= block_size < 2**31, got {block_size!r}")
+    return operator.index(block_size)
+
+
+def is_static_int(value: Any) -> bool:
+    """Whether `value` is an integer that is known when tracing."""
+    return hasattr(value, "__index__") and not isinstance(value, bool | jax.core.Tracer)
+
+
+def int32_count(count: jax.Array | int | None, most: int, name: str) -> Any:
+    """A number of rows as an int32 scalar; None counts all of them.
+
+    Raises:
+      AssertionError (contract): `count` is no integer scalar.
+    """
+    if count is None:
+        return np.asarray(most, np.int32)
+    assert_integer_scalar(count, name)
+    if isinstance(count, int):
+        return np.asarray(max(min(count, most), 0), np.int32)
+    if count.dtype.itemsize == 8:
+        count = jnp.clip(count, 0, INT32_MAX)
+    return jnp.asarray(count, jnp.int32)
+
+
+def run(
+    states: Any,
+    operation: Operation,
+    request: Request,
+    views: Sequence[View],
+    options: Options,
+    *,
+    num_rows: int,
+    num_tables: int,
+) -> tuple[Any, tuple[jax.Array, ...]]:
+    """Runs one operation on checked arguments.
+
+    Args:
+      states: pytree of `MambaState`. Array leaves are donated, `jax.Ref` leaves updated in place.
+      operation: what to do. Static.
+      request: the index arrays.
+      views: the row vectors in `request.row_arrays`. Static.
+      options: how to run it. Static.
+      num_rows: rows of the batch. Static.
+      num_tables: block tables, or sets of ids. Static.
+
+    Returns:
+      The states, with the same Refs, and the slot vectors that the operation updates.
+    """
+    pools, leaves, treedef = flatten_pools(states)
+    _check_distinct(pools, leaves)
+    interpreted = options.interpret is not None
+    chosen = choose(pools, options.conv_layout, options.implementation, interpreted=interpreted)
+    num_ctas = options.config.grid_size(target_device().num_sms, interpreted=interpreted)
+    is_ref = tuple(isinstance(leaf, jax.Ref) for leaf in leaves)
+    arrays, updated = _run(
+        [leaf for leaf, ref in zip(leaves, is_ref, strict=True) if not ref],
+        [leaf for leaf, ref in zip(leaves, is_ref, strict=True) if ref],
+        request,
+        pools=pools,
+        is_ref=is_ref,
+        operation=operation,
+        views=tuple(views),
+        options=dataclasses.replace(options, implementation=chosen.name),
+        num_rows=num_rows,
+        num_tables=num_tables,
+        num_ctas=num_ctas,
+    )
+    remaining = iter(arrays)
+    return treedef.unflatten(
+        leaf if ref else next(remaining) for leaf, ref in zip(leaves, is_ref, strict=True)
+    ), updated
+
+
+def _check_distinct(pools: Sequence[Pool], leaves: Sequence[Any]) -> None:
+    """Refuses a concrete array that is given twice: it could be donated only once."""
+    seen: dict[int, str] = {}
+    for pool, leaf in zip(pools, leaves, strict=True):
+        if isinstance(leaf, jax.core.Tracer):
+            continue
+        if id(leaf) in seen:
+            raise ValueError(f"{seen[id(leaf)]} and {pool.path} are the same array: every leaf of states is updated")
+        seen[id(leaf)] = pool.path
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("pools", "is_ref", "operation", "views", "options", "num_rows", "num_tables", "num_ctas"),
+    donate_argnames=("arrays",),
+)
+def _run(
+    arrays: list[jax.Array],
+    refs: list[Any],
+    request: Request,
+    *,
+    pools: tuple[Pool, ...],
+    is_ref: tuple[bool, ...],
+    operation: Operation,
+    views: tuple[View, ...],
+    options: Options,
+    num_rows: int,
+    num_tables: int,
+    num_ctas: int,
+) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
+    request = _refuse_vmap(request)
+    from_arrays, from_refs = iter(arrays), iter(refs)
+    leaves = [next(from_refs)[...] if ref else next(from_arrays) for ref in is_ref]
+    # Nothing can move in an empty pool, or without a table to name its blocks.
+    has_ids = num_rows > 0 and (request.block_tables is None or request.block_tables.size > 0)
+    movable = [i for i, pool in enumerate(pools) if pool.size and has_ids]
+    if not movable:
+        _, _, updated = decide_step(operation, request, views, num_rows=num_rows)
+    else:
+        operands = [leaves[i] for i in movable], [pools[i] for i in movable]
+        shared = {"conv_layout": options.conv_layout, "null_block_id": options.null_block_id}
+        if options.implementation == MOSAIC_GPU:
+            moved, updated = state_copy_mgpu.move_states(
+                *operands,
+                operation,
+                request,
+                views,
+                num_rows=num_rows,
+                config=options.config,
+                num_ctas=num_ctas,
+                interpret=options.interpret,
+                **shared,
+            )
+        else:
+            values, decision, updated = decide_step(operation, request, views, num_rows=num_rows)
+            plan = plan_copies(operation, request, values, decision, num_tables=num_tables)
+            moved = state_copy_xla.move_states(*operands, plan, **shared)
+        for i, leaf in zip(movable, moved, strict=True):
+            leaves[i] = leaf
+    to_refs = iter(refs)
+    for leaf, ref in zip(leaves, is_ref, strict=True):
+        if ref:
+            next(to_refs)[...] = leaf
+    return [leaf for leaf, ref in zip(leaves, is_ref, strict=True) if not ref], updated
+
+
+@jax.custom_batching.custom_vmap
+def _refuse_vmap(request: Request) -> Request:
+    return request
+
+
+@_refuse_vmap.def_vmap
+def _vmap_refused(axis_size: int, in_batched: Any, request: Request) -> Any:
+    raise NotImplementedError("vmap over a state copy is not supported: the index arrays have a batch axis already")

@@ -1,0 +1,160 @@
+"""The request vectors inside the Mosaic GPU kernel: fetch, write back, and number the rows that copy.
+
+Rows are handled in chunks of a static size, of which the last may be smaller. Bulk copies bring
+whole units of four int32; the few elements behind them go one by one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.plan import View
+from pallas_kernels.tile_copy_mgpu import bulk_load, bulk_store
+
+# int32 elements of one 16-byte copy unit. A vector that starts inside a unit is fetched from the unit's
+# start, so its rows lie up to this many elements further in shared memory.
+UNIT = 4
+
+Ref = Any
+Index = Any
+
+
+def row_layout(length: int) -> Any:
+    """The layout of a vector of rows in registers."""
+    return plgpu.Layout.WG_STRIDED((length,), vec_size=1)
+
+
+def fetch_rows(
+    views: Sequence[View], arrays_gmem: Sequence[Ref], rows_smem: Ref, fetched: Ref, chunk: Index, chunk_rows: int
+) -> None:
+    """Brings a chunk of every view into `rows_smem`, one row of it each. Waits for all at the end."""
+
+    def start(v: int, view: View, size: int) -> None:
+        array_gmem = arrays_gmem[view.array]
+        first = view.start // UNIT * UNIT + chunk * chunk_rows
+        count = view.start % UNIT + size
+        whole = count // UNIT * UNIT
+        if whole:
+            bulk_load(array_gmem.at[pl.ds(first, whole)], rows_smem.at[v, pl.ds(0, whole)], fetched.at[v])
+        for i in range(whole, count):
+            rows_smem[v, i] = array_gmem[first + i]
+
+    def wait(v: int, view: View, size: int) -> None:
+        if view.start % UNIT + size >= UNIT:
+            plgpu.barrier_wait(fetched.at[v])
+
+    for act in (start, wait):
+        for v, view in enumerate(views):
+            with_chunk(view.length, chunk, chunk_rows, lambda size, act=act, v=v, view=view: act(v, view, size))
+
+
+def load_rows(views: Sequence[View], rows_smem: Ref, chunk_rows: int) -> list[jax.Array]:
+    """The fetched vectors, in registers. What lies beyond a view's length is rubbish."""
+    return [
+        plgpu.load(
+            rows_smem.at[v, pl.ds(view.start % UNIT, chunk_rows)], layout=row_layout(chunk_rows), optimized=False
+        )
+        for v, view in enumerate(views)
+    ]
+
+
+def load_row(views: Sequence[View], rows_smem: Ref, row: Index) -> list[jax.Array]:
+    """One row of the fetched vectors, as scalars."""
+    return [rows_smem[v, view.start % UNIT + row] for v, view in enumerate(views)]
+
+
+def write_rows(vector_smem: Ref, vector_gmem: Ref, chunk: Index, chunk_rows: int) -> None:
+    """Starts to write a chunk of a vector to global memory; the caller has committed shared memory."""
+
+    def write(size: int) -> None:
+        first, whole = chunk * chunk_rows, size // UNIT * UNIT
+        if whole:
+            bulk_store(vector_smem.at[pl.ds(0, whole)], vector_gmem.at[pl.ds(first, whole)])
+            plgpu.commit_smem_to_gmem_group()
+        for i in range(whole, size):
+            vector_gmem[first + i] = vector_smem[i]
+
+    with_chunk(vector_gmem.shape[0], chunk, chunk_rows, write)
+
+
+def copy_vector(src_gmem: Ref, dst_gmem: Ref, buffer_smem: Ref, fetched: Ref) -> None:
+    """Copies a whole vector in global memory, and waits until it is there."""
+    length, chunk_rows = src_gmem.shape[0], buffer_smem.shape[0]
+    view = View(array=0, start=0, length=length)
+
+    @pl.loop(jnp.int32(0), jnp.int32(-(-length // chunk_rows)))
+    def _copy(chunk: jax.Array) -> None:
+        def copy(size: int) -> None:
+            first, whole = chunk * chunk_rows, size // UNIT * UNIT
+            if whole:
+                bulk_load(src_gmem.at[pl.ds(first, whole)], buffer_smem.at[pl.ds(0, whole)], fetched)
+                plgpu.barrier_wait(fetched)
+                bulk_store(buffer_smem.at[pl.ds(0, whole)], dst_gmem.at[pl.ds(first, whole)])
+                plgpu.commit_smem_to_gmem_group()
+            for i in range(whole, size):
+                dst_gmem[first + i] = src_gmem[first + i]
+
+        with_chunk(view.length, chunk, chunk_rows, copy)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def scatter_rows(
+    vector_smem: Ref, vector_gmem: Ref, slot_of: Callable[[jax.Array], jax.Array], num_rows: Index
+) -> None:
+    """Writes rows of a vector to the slots they belong to, one by one; rows without a slot write nothing."""
+    num_slots = vector_gmem.shape[0]
+
+    @pl.loop(jnp.int32(0), num_rows)
+    def _scatter(row: jax.Array) -> None:
+        slot = slot_of(row)
+
+        @pl.when((slot >= 0) & (slot < num_slots))
+        def _write() -> None:
+            vector_gmem[slot] = vector_smem[row]
+
+
+def with_chunk(length: int, chunk: Index, chunk_rows: int, act: Callable[[int], None]) -> None:
+    """Calls `act` with the static number of a vector's elements in the chunk, unless there are none."""
+    last = -(-length // chunk_rows) - 1
+    last_size = length - last * chunk_rows
+    if isinstance(chunk, int):
+        if chunk <= last:
+            act(last_size if chunk == last else chunk_rows)
+        return
+    if last > 0:
+        pl.when(chunk < last)(lambda: act(chunk_rows))
+    pl.when(chunk == last)(lambda: act(last_size))
+
+
+def count_copying(counts_smem: Ref, copies: jax.Array) -> None:
+    """Leaves in the upper half of `counts_smem` how many rows copy up to and including each row.
+
+    A prefix sum in log2 steps: each adds the counts that lie `distance` rows back, where the lower
+    half provides the zeros before the first row.
+    """
+    length = copies.shape[0]
+    lower, upper = pl.ds(0, length), pl.ds(length, length)
+    counts_smem[lower] = copies * 0
+    counts_smem[upper] = copies
+    distance = 1
+    while distance < length:
+        back = counts_smem.at[pl.ds(length - distance, length)]
+        copies = copies + plgpu.load(back, layout=row_layout(length), optimized=False)
+        counts_smem[upper] = copies
+        distance *= 2
+
+
+def row_of_rank(counts_smem: Ref, rank: jax.Array) -> jax.Array:
+    """The row that copies after exactly `rank` others, by binary search in the counts."""
+    length = counts_smem.shape[0] // 2
+    row = jnp.int32(0)
+    stride = length // 2
+    while stride:
+        skip = counts_smem[length - 1 + row + stride] <= rank
+        row = jnp.where(skip, row + stride, row)
+        stride //= 2
+    return row
