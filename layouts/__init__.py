@@ -10,6 +10,7 @@ from layouts.contracts import (
 )
 from layouts.conv_state import ConvStateLayout
 from layouts.models import MODELS, MambaModel, StateShape, model
+from layouts.sharding import index_specs, partition_specs
 from layouts.state import MambaState
 from layouts.steps import RowStep, check_step, row_steps
 
@@ -27,6 +28,8 @@ __all__ = [
     "assert_mamba_states",
     "assert_request_arrays",
     "check_step",
+    "index_specs",
     "model",
+    "partition_specs",
     "row_steps",
 ]

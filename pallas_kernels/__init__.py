@@ -3,6 +3,7 @@
 from pallas_kernels.config import KernelConfig
 from pallas_kernels.inputs import PostprocessInputs, PreprocessInputs
 from pallas_kernels.selection import Selection, select_implementation
+from pallas_kernels.sharded import shard_operation
 from pallas_kernels.state_copy import aligned_state_indices, copy_mamba_blocks, postprocess_mamba, preprocess_mamba
 from pallas_kernels.state_copy_ref import copy_mamba_blocks_ref, postprocess_mamba_ref, preprocess_mamba_ref
 
@@ -19,4 +20,5 @@ __all__ = [
     "preprocess_mamba",
     "preprocess_mamba_ref",
     "select_implementation",
+    "shard_operation",
 ]

@@ -143,9 +143,12 @@ def run(
     """
     pools, leaves, treedef = flatten_pools(states)
     _check_distinct(pools, leaves)
+    _check_unsharded(pools, leaves)
     interpreted = options.interpret is not None
     chosen = choose(pools, options.conv_layout, options.implementation, interpreted=interpreted)
     num_ctas = options.config.grid_size(target_device().num_sms, interpreted=interpreted)
+    if chosen.name == MOSAIC_GPU:
+        _check_not_varying(pools, leaves)
     is_ref = tuple(isinstance(leaf, jax.Ref) for leaf in leaves)
     arrays, updated = _run(
         [leaf for leaf, ref in zip(leaves, is_ref, strict=True) if not ref],
@@ -175,6 +178,36 @@ def _check_distinct(pools: Sequence[Pool], leaves: Sequence[Any]) -> None:
         if id(leaf) in seen:
             raise ValueError(f"{seen[id(leaf)]} and {pool.path} are the same array: every leaf of states is updated")
         seen[id(leaf)] = pool.path
+
+
+def _check_unsharded(pools: Sequence[Pool], leaves: Sequence[Any]) -> None:
+    """Refuses a pool that is seen to be spread over devices: block ids name blocks of one device's pool.
+
+    Under Auto axes a tracer does not tell, and XLA would copy globally, with communication.
+    """
+    for pool, leaf in zip(pools, leaves, strict=True):
+        if isinstance(leaf, jax.core.Tracer):
+            sharding = getattr(jax.typeof(leaf), "sharding", None)
+            spread = sharding is not None and any(axis is not None for axis in sharding.spec)
+        else:
+            sharding = getattr(leaf, "sharding", None)
+            spread = sharding is not None and len(sharding.device_set) > 1 and not sharding.is_fully_replicated
+        if spread:
+            raise ValueError(
+                f"{pool.path} is sharded as {sharding.spec}: run the operation under jax.shard_map, "
+                "as pallas_kernels.shard_operation does"
+            )
+
+
+def _check_not_varying(pools: Sequence[Pool], leaves: Sequence[Any]) -> None:
+    """Refuses the kernel under a `jax.shard_map` that checks varying axes, which Pallas refs do not carry."""
+    for pool, leaf in zip(pools, leaves, strict=True):
+        manual = getattr(jax.typeof(leaf), "manual_axis_type", None)
+        if manual is not None and manual.varying:
+            raise NotImplementedError(
+                f"{pool.path} varies over {sorted(manual.varying)}: the kernel needs "
+                "jax.shard_map(..., check_vma=False), as pallas_kernels.shard_operation sets it"
+            )
 
 
 @functools.partial(

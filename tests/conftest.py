@@ -5,6 +5,9 @@ from collections.abc import Iterator
 import jax
 import pytest
 
+# Meshes are tested on CPU devices, which must be asked for before the first of them is used.
+jax.config.update("jax_num_cpu_devices", 4)
+
 
 def _gpu_reason() -> str | None:
     device = jax.devices()[0]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, Conv, Layer, Temporal, random_arguments, random_states
+from cases import CASES, IMPLEMENTATIONS, Conv, Layer, Temporal, random_arguments, random_states
 
 from layouts import ConvStateLayout, MambaState
 from pallas_kernels import PostprocessInputs, postprocess_mamba
@@ -102,7 +102,7 @@ def test_arrays_are_donated_and_the_counter_is_new() -> None:
     assert counter.unsafe_buffer_pointer() != inputs.num_accepted_tokens.unsafe_buffer_pointer()
 
 
-@pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_refs_are_updated_in_place_and_returned(implementation: str) -> None:
     arrays, (inputs, tables) = _pools("DS", 64), jax.tree.map(jnp.asarray, random_arguments(_CASE)[0])
     mixed = [MambaState(conv=jax.new_ref(arrays[0].conv), temporal=arrays[0].temporal + 0), arrays[1]]

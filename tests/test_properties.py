@@ -4,7 +4,7 @@ import hypothesis
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, Conv, Layer, Temporal, check_case, random_bits
+from cases import IMPLEMENTATIONS, Case, Conv, Layer, Temporal, check_case, random_bits
 from hypothesis import strategies as st
 
 _SETTINGS = hypothesis.settings(deadline=None, derandomize=True, database=None, max_examples=40)
@@ -88,7 +88,7 @@ def test_random_bits_hold_nan_patterns() -> None:
 _FLOATS = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e8m0fnu"]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", _FLOATS)
 @pytest.mark.parametrize("layout", ["DS", "SD"])
 def test_every_float_pattern_survives(implementation: str, name: str, layout: str) -> None:
