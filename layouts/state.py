@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import json
 from typing import Any
 
 import jax
+import jax.export
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["conv", "temporal"], meta_fields=["group", "stacked"])
@@ -30,3 +32,12 @@ class MambaState:
     temporal: Any = None
     group: int = 0
     stacked: bool = False
+
+
+# An exported program names its arguments' types. The static fields travel as JSON.
+jax.export.register_pytree_node_serialization(
+    MambaState,
+    serialized_name="mamba_state_pallas.MambaState",
+    serialize_auxdata=lambda fields: json.dumps(fields).encode(),
+    deserialize_auxdata=lambda data: tuple(json.loads(bytes(data))),
+)

@@ -8,6 +8,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.export
 
 
 @functools.partial(
@@ -64,3 +65,13 @@ class PreprocessInputs:
     num_accepted_tokens: Any
     num_computed_tokens: Any
     query_start_loc: Any
+
+
+# An exported program names its arguments' types; these have no static fields.
+for _inputs in (PostprocessInputs, PreprocessInputs):
+    jax.export.register_pytree_node_serialization(
+        _inputs,
+        serialized_name=f"mamba_state_pallas.{_inputs.__name__}",
+        serialize_auxdata=lambda _: b"",
+        deserialize_auxdata=lambda _: (),
+    )
