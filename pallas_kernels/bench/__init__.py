@@ -1,0 +1,1 @@
+"""Benchmarks of the state copy: `python -m pallas_kernels.bench --help`."""
