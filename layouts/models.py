@@ -1,27 +1,14 @@
 """The catalogue: Mamba states of published models, as tests, demo and benchmarks use them."""
 
 import dataclasses
-import math
 
 import jax.numpy as jnp
 import numpy as np
 
 from layouts.conv_state import ConvStateLayout
+from layouts.shapes import StateShape
 
 _DTYPES = {"bfloat16": np.dtype(jnp.bfloat16), "float32": np.dtype(np.float32)}
-
-
-@dataclasses.dataclass(frozen=True)
-class StateShape:
-    """Shape and type of one block of a state on one tensor-parallel rank."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one block."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
