@@ -2,18 +2,22 @@
 
 import dataclasses
 
-import jax.numpy as jnp
-import numpy as np
-
 from layouts.conv_state import ConvStateLayout
-from layouts.shapes import StateShape
-
-_DTYPES = {"bfloat16": np.dtype(jnp.bfloat16), "float32": np.dtype(np.float32)}
+from layouts.shapes import (
+    LayerStateShapes,
+    gated_delta_net_state_shapes,
+    kda_state_shapes,
+    mamba1_state_shapes,
+    mamba2_state_shapes,
+    short_conv_state_shapes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class MambaModel:
     """The Mamba state of a model at tensor parallelism 1.
+
+    `str` of a model is its name, and says so when its figures are unconfirmed: print that beside any figure.
 
     Attributes:
       name: the model, in lower case.
@@ -24,6 +28,8 @@ class MambaModel:
       num_spec: draft tokens per step.
       temporal_shape: one temporal block, heads first; None where the layer has none.
       confirmed: whether the figures were checked against the published ones.
+      conv_dtype: type of the conv state.
+      temporal_dtype: type of the temporal state.
     """
 
     name: str
@@ -37,35 +43,70 @@ class MambaModel:
     conv_dtype: str = "bfloat16"
     temporal_dtype: str = "float32"
 
+    def __str__(self) -> str:
+        return self.name if self.confirmed else f"{self.name} (figures unconfirmed)"
+
     @property
     def state_len(self) -> int:
         """Tokens of a conv window."""
         return self.conv_kernel - 1 + self.num_spec
 
-    def conv_block(self, conv_layout: ConvStateLayout | str, *, tp: int = 1) -> StateShape:
-        """Returns one conv block of one of `tp` ranks."""
-        layout = ConvStateLayout.parse(conv_layout)
-        shape = layout.shape(1, _divide(self.name, "conv_dim", self.conv_dim, tp), self.state_len)[1:]
-        return StateShape(shape, _DTYPES[self.conv_dtype])
+    @property
+    def bytes_per_request(self) -> int:
+        """Bytes of one request's running state at tensor parallelism 1: a block of every state of all layers."""
+        return self.num_layers * self.state_shapes().num_bytes
 
-    def temporal_block(self, *, tp: int = 1) -> StateShape | None:
-        """Returns one temporal block of one of `tp` ranks, or None."""
-        if self.temporal_shape is None:
-            return None
-        heads = _divide(self.name, "temporal_shape[0]", self.temporal_shape[0], tp)
-        return StateShape((heads, *self.temporal_shape[1:]), _DTYPES[self.temporal_dtype])
+    def state_shapes(self, tp: int = 1, *, conv_layout: ConvStateLayout | str = ConvStateLayout.DS) -> LayerStateShapes:
+        """Returns the states of one layer on one of `tp` ranks.
 
-    def state_bytes(self, *, tp: int = 1) -> int:
-        """Returns the bytes of one request's running state on one of `tp` ranks, all layers."""
-        temporal = self.temporal_block(tp=tp)
-        conv_bytes = self.conv_block(ConvStateLayout.DS, tp=tp).num_bytes
-        return self.num_layers * (conv_bytes + (temporal.num_bytes if temporal else 0))
+        The sizes that `layouts.shapes` wants follow from `conv_dim` and `temporal_shape`.
 
+        Dims: as the function of the family says.
 
-def _divide(name: str, field: str, size: int, tp: int) -> int:
-    if tp < 1 or size % tp:
-        raise ValueError(f"tp={tp} does not divide {field}={size} of {name}")
-    return size // tp
+        Args:
+          tp: tensor-parallel ranks.
+          conv_layout: "DS", "SD" or a `ConvStateLayout`.
+
+        Raises:
+          ValueError: the model cannot be divided among `tp` ranks, or `conv_layout` names no layout.
+        """
+        conv = {
+            "conv_kernel": self.conv_kernel,
+            "tp": tp,
+            "conv_layout": ConvStateLayout.parse(conv_layout),
+            "num_spec": self.num_spec,
+            "conv_dtype": self.conv_dtype,
+        }
+        both = conv | {"temporal_dtype": self.temporal_dtype}
+        try:
+            match self.family, self.temporal_shape:
+                case "mamba1", (channels, state_size):
+                    return mamba1_state_shapes(intermediate_size=channels, state_size=state_size, **both)
+                case "mamba2", (num_heads, head_dim, state_size):
+                    intermediate_size = num_heads * head_dim
+                    return mamba2_state_shapes(
+                        intermediate_size=intermediate_size,
+                        n_groups=(self.conv_dim - intermediate_size) // (2 * state_size),
+                        num_heads=num_heads,
+                        head_dim=head_dim,
+                        state_size=state_size,
+                        **both,
+                    )
+                case "gated_delta_net", (num_v_heads, head_v_dim, head_k_dim):
+                    return gated_delta_net_state_shapes(
+                        num_k_heads=(self.conv_dim - num_v_heads * head_v_dim) // (2 * head_k_dim),
+                        num_v_heads=num_v_heads,
+                        head_k_dim=head_k_dim,
+                        head_v_dim=head_v_dim,
+                        **both,
+                    )
+                case "kda", (num_heads, head_dim, _):
+                    return kda_state_shapes(num_heads=num_heads, head_dim=head_dim, **both)
+                case "short_conv", None:
+                    return short_conv_state_shapes(dim=self.conv_dim, **conv)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
+        raise ValueError(f"{self.name}: no family {self.family!r} with a temporal block {self.temporal_shape}")
 
 
 def model(name: str) -> MambaModel:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from layouts import MODELS, MambaModel, MambaState, StateShape, model
+from layouts import MODELS, LayerStateShapes, MambaModel, MambaState, StateShape, model
 from pallas_kernels.inputs import PostprocessInputs
 from pallas_kernels.selection import IMPLEMENTATIONS, MOSAIC_GPU, select_implementation
 from pallas_kernels.state_copy import postprocess_mamba
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     entry = model(args.model)
     device = jax.devices()[0]
-    print(f"{entry.name}: {entry.num_layers} layers, {args.layout} layout, on {device.device_kind}")
+    print(f"{entry}: {entry.num_layers} layers, {args.layout} layout, on {device.device_kind}")
     agrees = _run_step(
         entry, args.layout, args.num_reqs, num_layers=entry.num_layers, tp=1, implementation=args.implementation
     )
@@ -58,13 +58,15 @@ def _run_step(
     interpret: bool = False,
 ) -> bool:
     """Seeds pools, runs one step, prints what happened, and returns whether every byte is right."""
-    conv, temporal = entry.conv_block(layout, tp=tp), entry.temporal_block(tp=tp)
+    shapes = entry.state_shapes(tp, conv_layout=layout)
     num_blocks = 1 + num_reqs * _COLUMNS
     rng = np.random.default_rng(0)
+
+    def pool(block: StateShape) -> jax.Array:
+        return _random_pool(rng, num_blocks, block)
+
     states = [
-        MambaState(
-            conv=_random_pool(rng, num_blocks, conv), temporal=temporal and _random_pool(rng, num_blocks, temporal)
-        )
+        MambaState(conv=jax.tree.map(pool, shapes.conv), temporal=jax.tree.map(pool, shapes.temporal))
         for _ in range(num_layers)
     ]
     inputs = _requests(num_reqs, entry.num_spec)
@@ -76,7 +78,7 @@ def _run_step(
     want_states, want_counter = postprocess_mamba_ref(states, inputs, tables, **options)
     copies = [_describe_copy(inputs, tables, row) for row in range(num_reqs)]
     _print_requests(inputs, copies, want_counter)
-    moved = _bytes_moved(entry, copies, num_layers=num_layers, tp=tp)
+    moved = _bytes_moved(shapes, copies, state_len=entry.state_len) * num_layers
     print(f"bytes moved: {moved} ({moved / 2**20:.1f} MiB)")
 
     if interpret:
@@ -165,15 +167,16 @@ def _print_requests(inputs: PostprocessInputs, copies: Sequence[_Copy | None], c
     print("('conv' and 'temporal' are source block -> destination block)\n")
 
 
-def _bytes_moved(entry: MambaModel, copies: Sequence[_Copy | None], *, num_layers: int, tp: int) -> int:
-    """Bytes that the step writes into destination blocks."""
-    token_bytes = entry.conv_block("DS", tp=tp).num_bytes // entry.state_len
-    temporal = entry.temporal_block(tp=tp)
-    moved = 0
-    for copy in copies:
-        if copy and copy.conv:
-            moved += max(entry.state_len - copy.offset, 0) * token_bytes + (temporal.num_bytes if temporal else 0)
-    return moved * num_layers
+def _bytes_moved(shapes: LayerStateShapes, copies: Sequence[_Copy | None], *, state_len: int) -> int:
+    """Bytes that the step writes into the destination blocks of one layer."""
+    conv_bytes, temporal_bytes = (
+        sum(block.num_bytes for block in jax.tree.leaves(blocks)) for blocks in (shapes.conv, shapes.temporal)
+    )
+    return sum(
+        max(state_len - copy.offset, 0) * (conv_bytes // state_len) + temporal_bytes
+        for copy in copies
+        if copy and copy.conv
+    )
 
 
 def _print_verdict(want_states: Any, want_counter: np.ndarray, got_states: Any, got_counter: Any) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import EVERY_CASE, OPERATIONS, Case, random_arguments, random_states
 
-from layouts import MODELS, ConvStateLayout, MambaModel, MambaState
+from layouts import MODELS, ConvStateLayout, MambaModel, MambaState, StateShape
 from pallas_kernels import PostprocessInputs, postprocess_mamba
 
 
@@ -48,12 +48,12 @@ def _request_shapes(batch: int, columns: int) -> tuple[PostprocessInputs, jax.Sh
 
 
 def _model_states(model: MambaModel, layout: str, *, tp: int, layers: int, num_blocks: int) -> list[MambaState]:
-    conv, temporal = model.conv_block(layout, tp=tp), model.temporal_block(tp=tp)
+    def pool(block: StateShape) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_blocks, *block.shape), block.dtype)
+
+    shapes = model.state_shapes(tp, conv_layout=layout)
     return [
-        MambaState(
-            conv=jax.ShapeDtypeStruct((num_blocks, *conv.shape), conv.dtype),
-            temporal=temporal and jax.ShapeDtypeStruct((num_blocks, *temporal.shape), temporal.dtype),
-        )
+        MambaState(conv=jax.tree.map(pool, shapes.conv), temporal=jax.tree.map(pool, shapes.temporal))
         for _ in range(layers)
     ]
 
@@ -66,6 +66,14 @@ def test_every_model_lowers_at_every_tensor_parallel_degree(name: str, layout: C
         states = _model_states(MODELS[name], layout.name, tp=tp, layers=2, num_blocks=64)
         text = _lower(postprocess_mamba, states, inputs, tables, block_size=16, conv_layout=layout)
         assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("layout", list(ConvStateLayout))
+def test_conv_whose_channels_are_no_multiple_of_128_lowers(layout: ConvStateLayout) -> None:
+    inputs, tables = _request_shapes(batch=128, columns=8)
+    states = [MambaState(conv=jax.ShapeDtypeStruct(layout.shape(64, 2112, 3), jnp.bfloat16)) for _ in range(2)]
+    text = _lower(postprocess_mamba, states, inputs, tables, block_size=16, conv_layout=layout)
+    assert text.count("custom_call @mosaic_gpu") == 1
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 127, 128, 129, 511, 512, 513, 1024, 1500])
