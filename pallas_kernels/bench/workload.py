@@ -38,8 +38,8 @@ class Workload:
     @property
     def blocks(self) -> list[StateShape]:
         """One block of each pool of a layer."""
-        pair = self.model.conv_block(self.layout, tp=self.tp), self.model.temporal_block(tp=self.tp)
-        return [block for block in pair if block is not None]
+        shapes = self.model.state_shapes(self.tp, conv_layout=self.layout)
+        return jax.tree.leaves((shapes.conv, shapes.temporal))
 
     @property
     def bytes_moved(self) -> int:
