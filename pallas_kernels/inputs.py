@@ -29,8 +29,8 @@ class PostprocessInputs:
     Attributes:
       mamba_state_idx: column of the request's running block; -1 where it has none.
       num_accepted_tokens: tokens that verification accepted, the bonus token included: at least 1,
-        as in vLLM. tpu-inference's read offset is this minus 1; sglang-jax's accept lengths leave
-        the bonus token out. A row with 0 is left alone.
+        as in vLLM, and as sglang-jax's `accept_lens`. tpu-inference's read offset is this minus 1. A
+        row with 0 is left alone.
       num_computed_tokens: tokens whose state was computed before the step; where the two counts
         below are None, the tokens that are final after it.
       num_scheduled_tokens: tokens scheduled in the step, drafts included.
