@@ -21,7 +21,7 @@ from layouts.shapes import (
     short_conv_state_shapes,
 )
 from layouts.sharding import index_specs, partition_specs
-from layouts.state import MambaState
+from layouts.state import MambaState, is_mamba_state
 from layouts.steps import RowStep, check_step, row_steps
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "check_step",
     "gated_delta_net_state_shapes",
     "index_specs",
+    "is_mamba_state",
     "kda_state_shapes",
     "linear_attention_state_shapes",
     "mamba1_state_shapes",

@@ -3,15 +3,15 @@
 Dims: N = num_blocks, D = dim, L = state_len, S = slots, B = batch, G = groups, C = columns.
 """
 
-import math
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from layouts.conv_state import ConvStateLayout
-from layouts.state import MambaState
+from layouts.state import MambaState, is_mamba_state
 
 
 def assert_mamba_states(states: Any, *, conv_layout: ConvStateLayout) -> None:
@@ -25,12 +25,12 @@ def assert_mamba_states(states: Any, *, conv_layout: ConvStateLayout) -> None:
       AssertionError: a node is no MambaState, a leaf has the wrong rank, `group` is no count, or the
         leaves of one state disagree on `num_blocks` (or `num_layers`).
     """
-    nodes, _ = jax.tree_util.tree_flatten_with_path(states, is_leaf=lambda node: isinstance(node, MambaState))
+    nodes, _ = jax.tree_util.tree_flatten_with_path(states, is_leaf=is_mamba_state)
     for path, state in nodes:
         name = "states" + jax.tree_util.keystr(path)
         _require(isinstance(state, MambaState), f"{name} must be a MambaState or None, got {type(state).__name__}")
         _require(
-            isinstance(state.group, int) and state.group >= 0,
+            isinstance(state.group, int) and not isinstance(state.group, bool) and state.group >= 0,
             f"{name}.group must be an int >= 0, got {state.group!r}",
         )
         _assert_mamba_state(name, state, conv_layout)
@@ -49,6 +49,10 @@ def _assert_mamba_state(name: str, state: MambaState, conv_layout: ConvStateLayo
         _require(
             hasattr(leaf, "shape") and hasattr(leaf, "dtype"),
             f"{leaf_name} must be an array {dims}, got {type(leaf).__name__}",
+        )
+        _require(
+            _is_jax_dtype(leaf.dtype),
+            f"{leaf_name} must have a dtype that JAX holds (8-byte types need jax_enable_x64), got {leaf.dtype}",
         )
         ranks = len(lead) + 2 if kind == "conv" else set(range(len(lead), len(leaf.shape) + len(lead) + 1))
         chex.assert_rank(leaf, ranks, custom_message=f"{leaf_name} must be {dims}")
@@ -72,7 +76,7 @@ def assert_block_tables(block_tables: Any, states: Any) -> None:
       AssertionError: wrong rank or type, or a `group` without a table.
     """
     dims = "block_tables must be int32 [batch, columns] or [groups, batch, columns]"
-    _require(hasattr(block_tables, "shape"), f"{dims}, got {type(block_tables).__name__}")
+    _require_array(block_tables, dims)
     chex.assert_rank(block_tables, {2, 3}, custom_message=dims)
     chex.assert_type(block_tables, jnp.int32, custom_message=dims)
     num_tables = 1 if len(block_tables.shape) == 2 else block_tables.shape[0]
@@ -80,7 +84,7 @@ def assert_block_tables(block_tables: Any, states: Any) -> None:
 
 
 def _assert_groups(states: Any, num_groups: int, name: str, shape: tuple[int, ...]) -> None:
-    nodes, _ = jax.tree_util.tree_flatten_with_path(states, is_leaf=lambda node: isinstance(node, MambaState))
+    nodes, _ = jax.tree_util.tree_flatten_with_path(states, is_leaf=is_mamba_state)
     for path, state in nodes:
         _require(
             state.group < num_groups,
@@ -93,26 +97,25 @@ def assert_request_arrays(arrays: dict[str, Any], *, min_slots: int) -> None:
     """Asserts that all arrays are int32 `[slots]` with one and the same, sufficient length.
 
     Args:
-      arrays: name -> array; None entries are skipped.
+      arrays: name -> array.
       min_slots: the batch size, when every batch row is a slot of its own; 0 otherwise. Static.
 
     Raises:
       AssertionError: an array has another rank, type or length.
     """
-    given = {name: array for name, array in arrays.items() if array is not None}
-    first_name = next(iter(given))
-    for name, array in given.items():
+    first_name = next(iter(arrays))
+    for name, array in arrays.items():
         dims = f"{name} must be int32 [slots]"
-        _require(hasattr(array, "shape"), f"{dims}, got {type(array).__name__}")
+        _require_array(array, dims)
         chex.assert_rank(array, 1, custom_message=dims)
         chex.assert_type(array, jnp.int32, custom_message=dims)
         chex.assert_equal_shape(
-            [given[first_name], array], custom_message=f"{name} must have the length of {first_name}"
+            [arrays[first_name], array], custom_message=f"{name} must have the length of {first_name}"
         )
     _require(
-        given[first_name].shape[0] >= min_slots,
+        arrays[first_name].shape[0] >= min_slots,
         f"{first_name} must be int32 [slots] with slots >= batch = {min_slots} (the rows of block_tables), got "
-        f"{given[first_name].shape[0]} slots",
+        f"{arrays[first_name].shape[0]} slots",
     )
 
 
@@ -128,7 +131,7 @@ def assert_int32_vector(array: Any, name: str, length: tuple[str, int]) -> None:
       AssertionError: wrong rank, type or length.
     """
     dims = f"{name} must be int32 [{length[0]}]"
-    _require(hasattr(array, "shape"), f"{dims}, got {type(array).__name__}")
+    _require_array(array, dims)
     chex.assert_shape(array, (length[1],), custom_message=dims)
     chex.assert_type(array, jnp.int32, custom_message=dims)
 
@@ -146,7 +149,7 @@ def assert_block_ids(array: Any, name: str, states: Any, *, like: Any = None) ->
       AssertionError: wrong rank, type or shape, or a `group` without ids.
     """
     dims = f"{name} must be int32 [num_rows] or [groups, num_rows]"
-    _require(hasattr(array, "shape"), f"{dims}, got {type(array).__name__}")
+    _require_array(array, dims)
     chex.assert_rank(array, {1, 2}, custom_message=dims)
     chex.assert_type(array, jnp.int32, custom_message=dims)
     if like is not None:
@@ -161,11 +164,23 @@ def assert_integer_scalar(value: Any, name: str) -> None:
       AssertionError: it is not.
     """
     dtype = jnp.result_type(value) if isinstance(value, int) or hasattr(value, "dtype") else None
-    _require(
-        dtype is not None and jnp.issubdtype(dtype, jnp.integer) and math.prod(jnp.shape(value)) == 1,
-        f"{name} must be an integer scalar, got {value!r}",
-    )
-    chex.assert_rank(value, 0, custom_message=f"{name} must be an integer scalar")
+    is_integer = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+    _require(is_integer and jnp.ndim(value) == 0, f"{name} must be an integer scalar, got {value!r}")
+
+
+def _is_jax_dtype(dtype: Any) -> bool:
+    """Whether an array of this type stays as it is when it becomes a JAX array."""
+    try:
+        dtype = np.dtype(dtype)
+    except TypeError:  # A JAX key, say.
+        return False
+    return dtype.isnative and dtype.kind in "biufcV" and jax.dtypes.canonicalize_dtype(dtype) == dtype
+
+
+def _require_array(value: Any, dims: str) -> None:
+    """Index arrays are values: a Ref cannot be one, nor a list."""
+    is_array = hasattr(value, "shape") and not isinstance(value, jax.Ref)
+    _require(is_array, f"{dims}, got {type(value).__name__}")
 
 
 def _require(condition: bool, message: str) -> None:

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from layouts.conv_state import ConvStateLayout
-from layouts.state import MambaState
+from layouts.state import MambaState, is_mamba_state
 
 AxisName = str | tuple[str, ...] | None
 
@@ -57,7 +57,7 @@ def partition_specs(
             stacked=state.stacked,
         )
 
-    return jax.tree.map(of_state, states, is_leaf=lambda node: isinstance(node, MambaState))
+    return jax.tree.map(of_state, states, is_leaf=is_mamba_state)
 
 
 def index_specs(indices: Any, *, data_axis: AxisName = None) -> Any:

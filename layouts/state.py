@@ -41,3 +41,8 @@ jax.export.register_pytree_node_serialization(
     serialize_auxdata=lambda fields: json.dumps(fields).encode(),
     deserialize_auxdata=lambda data: tuple(json.loads(bytes(data))),
 )
+
+
+def is_mamba_state(node: Any) -> bool:
+    """Whether a node of a pytree is a MambaState, for `is_leaf`."""
+    return isinstance(node, MambaState)

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from layouts.contracts import assert_block_tables, assert_mamba_states
 from layouts.conv_state import ConvStateLayout
-from layouts.state import MambaState
+from layouts.state import is_mamba_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +20,7 @@ class RowStep:
     Attributes:
       row: its place in the batch.
       slot: its place in the request vectors.
+      crosses: whether it reaches a boundary (postprocess) or a new running column (preprocess).
       copies: whether states are to be copied.
       offset: tokens by which the conv window shifts.
       conv_col: column of the conv source.
@@ -30,6 +32,7 @@ class RowStep:
 
     row: int
     slot: int
+    crosses: bool
     copies: bool
     offset: int
     conv_col: int
@@ -85,6 +88,7 @@ def _decide_postprocess(inputs: Any, row: int, slot: int, block_size: int, prese
     return RowStep(
         row=row,
         slot=slot,
+        crosses=crosses,
         copies=crosses and bool(src_col != dst_col or offset != 0),
         offset=int(offset),
         conv_col=int(src_col),
@@ -106,6 +110,7 @@ def _decide_preprocess(inputs: Any, row: int, slot: int, block_size: int, preser
     return RowStep(
         row=row,
         slot=slot,
+        crosses=moves,
         copies=moves,
         offset=int(offset),
         conv_col=int(src_col),
@@ -131,7 +136,8 @@ def check_step(
 
     The operations never read or write out of range, whatever they are given, and do not check what
     this does: that costs a look at every value. Call it when debugging an engine, and in tests, with
-    the very arguments of `postprocess_mamba` or `preprocess_mamba`, before the call donates them.
+    what `postprocess_mamba` or `preprocess_mamba` is about to be given (the options below; the others
+    make no difference here), before that call donates the states.
 
     Dims: S = slots, B = batch, G = groups, C = columns.
 
@@ -146,12 +152,19 @@ def check_step(
       null_block_id: id that is never copied from or to; None for no such id.
 
     Raises:
-      ValueError: a live row has accepted less than 1 token, shares its slot with another or has a slot
-        out of range; or a row that copies uses a column outside the table or an id out of range,
-        shifts by more than a conv window, or writes a block that another row writes or reads. The
-        message lists all of them by row.
+      AssertionError (contract): `states` or `block_tables` is malformed.
+      ValueError: `block_size` is not positive; a live row has accepted less than 1 token, shares its
+        slot with another or has a slot out of range; or a row that copies uses a column outside the
+        table or an id out of range, shifts by more than a conv window, or writes a block that another
+        row writes or reads. The message lists all of them by row.
     """
+    conv_layout = ConvStateLayout.parse(conv_layout)
+    assert_mamba_states(states, conv_layout=conv_layout)
+    assert_block_tables(block_tables, states)
+    if block_size < 1:
+        raise ValueError(f"block_size must be positive, got {block_size}")
     inputs = jax.tree.map(np.asarray, inputs)
+    idx_mapping = None if idx_mapping is None else np.asarray(idx_mapping)
     tables = np.asarray(block_tables)
     tables = tables[None] if tables.ndim == 2 else tables
     batch = tables.shape[1]
@@ -172,7 +185,7 @@ def check_step(
             problems.append(f"row {step.row}: num_accepted_tokens is {inputs.num_accepted_tokens[step.slot]}, below 1")
     problems += [f"rows {rows}: all have slot {slot}" for slot, rows in rows_of_slot.items() if len(rows) > 1]
     copying = [step for step in steps if step.copies]
-    for kind, table, num_blocks, window in _distinct_pools(states, ConvStateLayout.parse(conv_layout)):
+    for kind, table, num_blocks, window in _distinct_pools(states, conv_layout):
         problems += _pool_problems(kind, table, tables[table], num_blocks, window, copying, null_block_id)
     if problems:
         raise ValueError("the step is not well defined:\n  " + "\n  ".join(dict.fromkeys(problems)))
@@ -181,7 +194,7 @@ def check_step(
 def _distinct_pools(states: Any, conv_layout: ConvStateLayout) -> dict[tuple[str, int, int, int | None], None]:
     """(kind, group, num_blocks, state_len or None) of the pools, each once."""
     found = {}
-    for state in jax.tree.leaves(states, is_leaf=lambda node: isinstance(node, MambaState)):
+    for state in jax.tree.leaves(states, is_leaf=is_mamba_state):
         lead = 1 if state.stacked else 0
         for pool in jax.tree.leaves(state.conv):
             found["conv", state.group, pool.shape[lead], pool.shape[lead + conv_layout.token_axis]] = None
@@ -215,7 +228,8 @@ def _pool_problems(
                 yield f"{where} {role} block {table[step.row, column]} is outside [0, {num_blocks}) (group {group})"
             else:
                 ids[role] = int(table[step.row, column])
-        if len(ids) == 2 and null_block_id not in ids.values():
+        onto_itself = len(set(ids.values())) == 1 and (kind == "temporal" or step.offset == 0)
+        if len(ids) == 2 and null_block_id not in ids.values() and not onto_itself:
             reads[ids["source"]].add(step.row)
             writes[ids["destination"]].add(step.row)
     for block, rows in writes.items():

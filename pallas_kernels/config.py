@@ -4,6 +4,10 @@ import dataclasses
 
 # What a kernel traced without a GPU at hand is sized for: the SM count of an H100 or H200.
 DEFAULT_NUM_SMS = 132
+# A stage of this size, twice, fits an SM's shared memory.
+MAX_STAGE_BYTES = 96 * 1024
+# More thread blocks than any device holds; work item numbers stay far from the end of int32.
+_MAX_CTAS = 2**16
 # The interpreter simulates thread blocks one after the other.
 INTERPRETED_NUM_CTAS = 4
 
@@ -30,9 +34,21 @@ class KernelConfig:
         return self.num_ctas or (INTERPRETED_NUM_CTAS if interpreted else self.ctas_per_sm * num_sms)
 
     def __post_init__(self) -> None:
-        if self.num_ctas is not None and self.num_ctas < 1:
-            raise ValueError(f"KernelConfig.num_ctas must be positive or None, got {self.num_ctas}")
-        if self.ctas_per_sm < 1:
-            raise ValueError(f"KernelConfig.ctas_per_sm must be positive, got {self.ctas_per_sm}")
-        if self.stage_bytes < 2048 or self.stage_bytes % 2048:
-            raise ValueError(f"KernelConfig.stage_bytes must be a positive multiple of 2048, got {self.stage_bytes}")
+        """Checks the fields.
+
+        Raises:
+          ValueError: one of them is no int, or out of range.
+        """
+        if self.num_ctas is not None and not _is_int_in(self.num_ctas, 1, _MAX_CTAS):
+            raise ValueError(f"KernelConfig.num_ctas must be None or an int in 1..{_MAX_CTAS}, got {self.num_ctas!r}")
+        if not _is_int_in(self.ctas_per_sm, 1, 16):
+            raise ValueError(f"KernelConfig.ctas_per_sm must be an int in 1..16, got {self.ctas_per_sm!r}")
+        if not _is_int_in(self.stage_bytes, 2048, MAX_STAGE_BYTES) or self.stage_bytes % 2048:
+            raise ValueError(
+                f"KernelConfig.stage_bytes must be a multiple of 2048 in 2048..{MAX_STAGE_BYTES}, "
+                f"got {self.stage_bytes!r}"
+            )
+
+
+def _is_int_in(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

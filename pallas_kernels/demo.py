@@ -4,7 +4,6 @@
 """
 
 import argparse
-import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from layouts import MODELS, LayerStateShapes, MambaModel, MambaState, StateShape, model
+from layouts import MODELS, LayerStateShapes, MambaModel, MambaState, RowStep, StateShape, model, row_steps
 from pallas_kernels.inputs import PostprocessInputs
 from pallas_kernels.selection import IMPLEMENTATIONS, MOSAIC_GPU, select_implementation
 from pallas_kernels.state_copy import postprocess_mamba
@@ -76,9 +75,9 @@ def _run_step(
 
     options = {"block_size": _BLOCK_SIZE, "conv_layout": layout}
     want_states, want_counter = postprocess_mamba_ref(states, inputs, tables, **options)
-    copies = [_describe_copy(inputs, tables, row) for row in range(num_reqs)]
-    _print_requests(inputs, copies, want_counter)
-    moved = _bytes_moved(shapes, copies, state_len=entry.state_len) * num_layers
+    steps = list(row_steps(inputs, batch=num_reqs, block_size=_BLOCK_SIZE))
+    _print_requests(inputs, tables, steps)
+    moved = _bytes_moved(shapes, steps, state_len=entry.state_len) * num_layers
     print(f"bytes moved: {moved} ({moved / 2**20:.1f} MiB)")
 
     if interpret:
@@ -89,9 +88,7 @@ def _run_step(
         print(f"implementation: {selection.name} ({selection.reason})")
 
     def step(states: Any, inputs: PostprocessInputs, tables: jax.Array) -> Any:
-        return postprocess_mamba(
-            states, inputs, tables, implementation=None if interpret else implementation, interpret=interpret, **options
-        )
+        return postprocess_mamba(states, inputs, tables, implementation=implementation, interpret=interpret, **options)
 
     start = time.perf_counter()
     compiled = jax.jit(step, donate_argnums=0).lower(states, inputs, tables).compile()
@@ -128,54 +125,31 @@ def _requests(num_reqs: int, num_spec: int) -> PostprocessInputs:
     return PostprocessInputs(**{name: vector.astype(np.int32) for name, vector in vectors.items()})
 
 
-@dataclasses.dataclass(frozen=True)
-class _Copy:
-    """What the step does for one request, for people to read."""
-
-    boundary: int
-    offset: int
-    conv: tuple[int, int] | None
-    temporal: tuple[int, int] | None
-
-
-def _describe_copy(inputs: PostprocessInputs, tables: np.ndarray, row: int) -> _Copy | None:
-    """The copy of one of the demo's requests; None where no boundary is reached."""
-    running = int(inputs.num_computed_tokens[row] + 1)
-    boundary = (running + int(inputs.num_accepted_tokens[row]) - 1) // _BLOCK_SIZE * _BLOCK_SIZE
-    if boundary < running:
-        return None
-    offset, src_col, dst_col = boundary - running, int(inputs.mamba_state_idx[row]), boundary // _BLOCK_SIZE - 1
-    if (src_col, offset) == (dst_col, 0):
-        return _Copy(boundary, offset, None, None)
-    conv, temporal = ((int(tables[row, col]), int(tables[row, dst_col])) for col in (src_col, src_col + offset))
-    return _Copy(boundary, offset, conv, temporal)
-
-
-def _print_requests(inputs: PostprocessInputs, copies: Sequence[_Copy | None], counter: np.ndarray) -> None:
+def _print_requests(inputs: PostprocessInputs, tables: np.ndarray, steps: Sequence[RowStep]) -> None:
     """Prints the first requests, each with what the step does for it."""
     shown = 12
     print(f"\n{'request':>7}  {'accepted':>8}  {'boundary':>8}  {'offset':>6}  {'conv':>8}  {'temporal':>8}  counter")
-    for row, copy in enumerate(copies[:shown]):
-        accepted = int(inputs.num_accepted_tokens[row])
-        boundary, offset = (copy.boundary, copy.offset) if copy else ("-", "-")
-        conv, temporal = ("{}->{}".format(*ids) if ids else "-" for ids in (copy and copy.conv, copy and copy.temporal))
-        print(
-            f"{row:>7}  {accepted:>8}  {boundary:>8}  {offset:>6}  {conv:>8}  {temporal:>8}  {accepted}->{counter[row]}"
+    for step in steps[:shown]:
+        row, accepted = step.row, inputs.num_accepted_tokens[step.row]
+        boundary, offset = ((step.dst_col + 1) * _BLOCK_SIZE, step.offset) if step.crosses else ("-", "-")
+        conv, temporal = (
+            f"{tables[row, column]}->{tables[row, step.dst_col]}" if step.copies else "-"
+            for column in (step.conv_col, step.temporal_col)
         )
-    if shown < len(copies):
-        print(f"    ... and {len(copies) - shown} more")
+        counter = f"{accepted}->{step.num_accepted_tokens}"
+        print(f"{row:>7}  {accepted:>8}  {boundary:>8}  {offset:>6}  {conv:>8}  {temporal:>8}  {counter}")
+    if shown < len(steps):
+        print(f"    ... and {len(steps) - shown} more")
     print("('conv' and 'temporal' are source block -> destination block)\n")
 
 
-def _bytes_moved(shapes: LayerStateShapes, copies: Sequence[_Copy | None], *, state_len: int) -> int:
+def _bytes_moved(shapes: LayerStateShapes, steps: Sequence[RowStep], *, state_len: int) -> int:
     """Bytes that the step writes into the destination blocks of one layer."""
     conv_bytes, temporal_bytes = (
         sum(block.num_bytes for block in jax.tree.leaves(blocks)) for blocks in (shapes.conv, shapes.temporal)
     )
     return sum(
-        max(state_len - copy.offset, 0) * (conv_bytes // state_len) + temporal_bytes
-        for copy in copies
-        if copy and copy.conv
+        max(state_len - step.offset, 0) * (conv_bytes // state_len) + temporal_bytes for step in steps if step.copies
     )
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,8 +80,7 @@ def check_block_id(null_block_id: int | None) -> int | None:
         return None
     if not is_static_int(null_block_id):
         raise ValueError(f"null_block_id must be an int or None, got {null_block_id!r}")
-    null_block_id = operator.index(null_block_id)
-    return null_block_id if 0 <= null_block_id <= INT32_MAX else None
+    return int(null_block_id) if 0 <= null_block_id <= INT32_MAX else None
 
 
 def check_block_size(block_size: int) -> int:
@@ -91,30 +89,30 @@ def check_block_size(block_size: int) -> int:
     Raises:
       ValueError: it is out of range.
     """
-    if not is_static_int(block_size) or not 1 <= operator.index(block_size) <= INT32_MAX:
+    if not is_static_int(block_size) or not 1 <= block_size <= INT32_MAX:
         raise ValueError(f"block_size must be an int with 1 <= block_size < 2**31, got {block_size!r}")
-    return operator.index(block_size)
+    return int(block_size)
 
 
 def is_static_int(value: Any) -> bool:
     """Whether `value` is an integer that is known when tracing."""
-    return hasattr(value, "__index__") and not isinstance(value, bool | jax.core.Tracer)
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def int32_count(count: jax.Array | int | None, most: int, name: str) -> Any:
-    """A number of rows as an int32 scalar; None counts all of them.
+    """A number of rows as an int32 scalar, at most `most` and not negative where its type could not say so.
 
     Raises:
       AssertionError (contract): `count` is no integer scalar.
     """
     if count is None:
-        return np.asarray(most, np.int32)
+        return None
     assert_integer_scalar(count, name)
-    if isinstance(count, int):
-        return np.asarray(max(min(count, most), 0), np.int32)
-    if count.dtype.itemsize == 8:
-        count = jnp.clip(count, 0, INT32_MAX)
-    return jnp.asarray(count, jnp.int32)
+    if not isinstance(count, jax.Array):
+        return np.asarray(min(max(int(count), 0), most), np.int32)
+    if count.dtype.itemsize < 4 or count.dtype == jnp.int32:
+        return count.astype(jnp.int32)
+    return jnp.clip(count, 0, most).astype(jnp.int32)
 
 
 def run(
@@ -125,7 +123,6 @@ def run(
     options: Options,
     *,
     num_rows: int,
-    num_tables: int,
 ) -> tuple[Any, tuple[jax.Array, ...]]:
     """Runs one operation on checked arguments.
 
@@ -136,19 +133,23 @@ def run(
       views: the row vectors in `request.row_arrays`. Static.
       options: how to run it. Static.
       num_rows: rows of the batch. Static.
-      num_tables: block tables, or sets of ids. Static.
 
     Returns:
       The states, with the same Refs, and the slot vectors that the operation updates.
     """
     pools, leaves, treedef = flatten_pools(states)
+    _check_lengths(pools, request, views, num_rows)
     _check_distinct(pools, leaves)
     _check_unsharded(pools, leaves)
     interpreted = options.interpret is not None
-    chosen = choose(pools, options.conv_layout, options.implementation, interpreted=interpreted)
-    num_ctas = options.config.grid_size(target_device().num_sms, interpreted=interpreted)
+    device = target_device()
+    chosen = choose(pools, options.conv_layout, options.implementation, device, interpreted=interpreted)
     if chosen.name == MOSAIC_GPU:
         _check_not_varying(pools, leaves)
+        num_ctas = options.config.grid_size(device.num_sms, interpreted=interpreted)
+        config = dataclasses.replace(options.config, num_ctas=num_ctas)
+    else:
+        config = KernelConfig()  # XLA has no knobs, so it does not trace again for others.
     is_ref = tuple(isinstance(leaf, jax.Ref) for leaf in leaves)
     arrays, updated = _run(
         [leaf for leaf, ref in zip(leaves, is_ref, strict=True) if not ref],
@@ -158,15 +159,28 @@ def run(
         is_ref=is_ref,
         operation=operation,
         views=tuple(views),
-        options=dataclasses.replace(options, implementation=chosen.name),
+        options=dataclasses.replace(options, implementation=chosen.name, config=config),
         num_rows=num_rows,
-        num_tables=num_tables,
-        num_ctas=num_ctas,
     )
     remaining = iter(arrays)
     return treedef.unflatten(
         leaf if ref else next(remaining) for leaf, ref in zip(leaves, is_ref, strict=True)
     ), updated
+
+
+def _check_lengths(pools: Sequence[Pool], request: Request, views: Sequence[View], num_rows: int) -> None:
+    """Refuses shapes that would send the kernel out of range. Unlike chex, this cannot be disabled."""
+    slots = {vector.shape for vector in request.slot_vectors}
+    num_groups = request.block_tables.shape[0] if request.block_tables is not None else None
+    sound = (
+        len(slots) <= 1
+        and (request.idx_mapping is None or request.idx_mapping.shape == (num_rows,))
+        and (request.idx_mapping is not None or all(shape[0] >= num_rows for shape in slots))
+        and all(view.start + view.length <= request.row_arrays[view.array].size for view in views)
+        and (num_groups is None or all(pool.table < num_groups for pool in pools))
+    )
+    if not sound:
+        raise ValueError("the index arrays do not fit each other or the states; enable chex's assertions to see which")
 
 
 def _check_distinct(pools: Sequence[Pool], leaves: Sequence[Any]) -> None:
@@ -212,7 +226,7 @@ def _check_not_varying(pools: Sequence[Pool], leaves: Sequence[Any]) -> None:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("pools", "is_ref", "operation", "views", "options", "num_rows", "num_tables", "num_ctas"),
+    static_argnames=("pools", "is_ref", "operation", "views", "options", "num_rows"),
     donate_argnames=("arrays",),
 )
 def _run(
@@ -226,38 +240,36 @@ def _run(
     views: tuple[View, ...],
     options: Options,
     num_rows: int,
-    num_tables: int,
-    num_ctas: int,
 ) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
-    request = _refuse_vmap(request)
+    request, arrays = _refuse_vmap((request, arrays))
     from_arrays, from_refs = iter(arrays), iter(refs)
     leaves = [next(from_refs)[...] if ref else next(from_arrays) for ref in is_ref]
-    # Nothing can move in an empty pool, or without a table to name its blocks.
-    has_ids = num_rows > 0 and (request.block_tables is None or request.block_tables.size > 0)
+    # Nothing can move in an empty pool, without a table to name its blocks, or for rows without slots.
+    slots_or_rows = request.slot_vectors[0].size if request.slot_vectors else num_rows
+    has_ids = slots_or_rows and (request.block_tables is None or request.block_tables.size)
     movable = [i for i, pool in enumerate(pools) if pool.size and has_ids]
-    if not movable:
-        _, _, updated = decide_step(operation, request, views, num_rows=num_rows)
+    operands = [leaves[i] for i in movable], [pools[i] for i in movable]
+    shared = {"conv_layout": options.conv_layout, "null_block_id": options.null_block_id}
+    if not slots_or_rows:
+        updated = tuple(request.slot_vectors[index] for index in operation.updated)
+    elif movable and options.implementation == MOSAIC_GPU:
+        moved, updated = state_copy_mgpu.move_states(
+            *operands,
+            operation,
+            request,
+            views,
+            num_rows=num_rows,
+            config=options.config,
+            interpret=options.interpret,
+            **shared,
+        )
     else:
-        operands = [leaves[i] for i in movable], [pools[i] for i in movable]
-        shared = {"conv_layout": options.conv_layout, "null_block_id": options.null_block_id}
-        if options.implementation == MOSAIC_GPU:
-            moved, updated = state_copy_mgpu.move_states(
-                *operands,
-                operation,
-                request,
-                views,
-                num_rows=num_rows,
-                config=options.config,
-                num_ctas=num_ctas,
-                interpret=options.interpret,
-                **shared,
-            )
-        else:
-            values, decision, updated = decide_step(operation, request, views, num_rows=num_rows)
-            plan = plan_copies(operation, request, values, decision, num_tables=num_tables)
+        values, decision, updated = decide_step(operation, request, views, num_rows=num_rows)
+        if movable:
+            plan = plan_copies(operation, request, values, decision)
             moved = state_copy_xla.move_states(*operands, plan, **shared)
-        for i, leaf in zip(movable, moved, strict=True):
-            leaves[i] = leaf
+    for i, leaf in zip(movable, moved if movable else (), strict=True):
+        leaves[i] = leaf
     to_refs = iter(refs)
     for leaf, ref in zip(leaves, is_ref, strict=True):
         if ref:
@@ -266,10 +278,10 @@ def _run(
 
 
 @jax.custom_batching.custom_vmap
-def _refuse_vmap(request: Request) -> Request:
-    return request
+def _refuse_vmap(operands: Any) -> Any:
+    return operands
 
 
 @_refuse_vmap.def_vmap
-def _vmap_refused(axis_size: int, in_batched: Any, request: Request) -> Any:
+def _vmap_refused(axis_size: int, in_batched: Any, operands: Any) -> Any:
     raise NotImplementedError("vmap over a state copy is not supported: the index arrays have a batch axis already")

@@ -44,21 +44,22 @@ class BlockIds(NamedTuple):
 class CopyPlan(NamedTuple):
     """The copies of a step.
 
-    Dims: G = block tables, R = rows.
+    Dims: R = rows.
 
     Attributes:
-      ids: `[G, R]` each.
+      ids: `[R]` each, by block table.
       offset: int32 `[R]`, tokens.
       live: bool `[R]`, rows that copy.
     """
 
-    ids: BlockIds
+    ids: dict[int, BlockIds]
     offset: jax.Array
     live: jax.Array
 
 
 Values = Sequence[jax.Array]
-BlockOf = Callable[[jax.Array], jax.Array]
+# Reads a column of the block table of the row(s) at hand: a block id, or -1 outside the table.
+LookUp = Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +85,10 @@ class Postprocess:
         accepted = jnp.where(crosses & (src_col == dst_col), 1, values[1])
         return Decision(crosses & ((src_col != dst_col) | (offset != 0)), offset, (accepted,))
 
-    def block_ids(self, values: Values, table: int, block_of: BlockOf, num_columns: int) -> BlockIds:
+    def block_ids(self, values: Values, table: int, look_up: LookUp) -> BlockIds:
         """Looks up the blocks of rows that copy in their block table."""
         _, offset, src_col, dst_col = self._columns(values)
-        return _look_up(src_col, src_col + offset, dst_col, block_of, num_columns)
+        return BlockIds(look_up(src_col), look_up(src_col + offset), look_up(dst_col))
 
     def _columns(self, values: Values) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         src_col, accepted, computed, *counts = values
@@ -128,10 +129,10 @@ class Preprocess:
         accepted = values[1] if self.preserve_accepted else jnp.where(moves, 1, values[1])
         return Decision(moves, offset, (jnp.where(live, new_col, src_col), accepted))
 
-    def block_ids(self, values: Values, table: int, block_of: BlockOf, num_columns: int) -> BlockIds:
+    def block_ids(self, values: Values, table: int, look_up: LookUp) -> BlockIds:
         """Looks up the blocks of rows that copy in their block table."""
         _, offset, src_col, new_col = self._columns(values)
-        return _look_up(src_col, src_col + offset, new_col, block_of, num_columns)
+        return BlockIds(look_up(src_col), look_up(src_col + offset), look_up(new_col))
 
     def _columns(self, values: Values) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         src_col, accepted, computed, start, end = values
@@ -145,16 +146,16 @@ class Preprocess:
 class CopyBlocks:
     """Copies between blocks that the caller names.
 
-    Slot vectors: none. Row vectors: the source blocks of each table, the destination blocks of each,
-    the temporal source blocks of each if `has_temporal_src`, the token offsets if `has_offsets`.
+    Slot vectors: none. Row vectors: the source blocks for each table, the destination blocks for each,
+    the temporal source blocks for each if `has_temporal_src`, the token offsets if `has_offsets`.
 
     Attributes:
-      num_tables: sets of ids.
+      tables: which sets of ids some state uses.
       has_temporal_src: whether temporal states have sources of their own.
       has_offsets: whether conv windows shift.
     """
 
-    num_tables: int
+    tables: tuple[int, ...]
     has_temporal_src: bool
     has_offsets: bool
     updated = ()
@@ -163,34 +164,33 @@ class CopyBlocks:
         """Decides rows; `live` is False for padding."""
         offset = values[-1] if self.has_offsets else values[0] * 0
         moves = offset != 0
-        for table in range(self.num_tables):
+        for table in self.tables:
             ids = self.block_ids(values, table)
             moves |= (ids.conv_src != ids.dst) | (ids.temporal_src != ids.dst)
         return Decision(live & moves, offset, ())
 
-    def block_ids(self, values: Values, table: int, block_of: BlockOf | None = None, num_columns: int = 0) -> BlockIds:
-        """The ids as they were given; there is no table to look them up in."""
-        conv_src, dst = values[table], values[self.num_tables + table]
-        return BlockIds(conv_src, values[2 * self.num_tables + table] if self.has_temporal_src else conv_src, dst)
+    def block_ids(self, values: Values, table: int, look_up: LookUp | None = None) -> BlockIds:
+        """The ids as they were given."""
+        index, stride = self.tables.index(table), len(self.tables)
+        conv_src, dst = values[index], values[stride + index]
+        return BlockIds(conv_src, values[2 * stride + index] if self.has_temporal_src else conv_src, dst)
 
 
 Operation = Postprocess | Preprocess | CopyBlocks
 
 
-def _look_up(
-    conv_col: jax.Array, temporal_col: jax.Array, dst_col: jax.Array, block_of: BlockOf, num_columns: int
-) -> BlockIds:
-    """Reads the block table at three columns, but never outside it."""
+def guarded(block_of: Callable[[jax.Array], jax.Array], num_columns: int) -> LookUp:
+    """Returns a look-up that reads through `block_of` inside the table only."""
 
-    def block_at(column: jax.Array) -> jax.Array:
+    def look_up(column: jax.Array) -> jax.Array:
         inside = (column >= 0) & (column < num_columns)
         return jnp.where(inside, block_of(jnp.where(inside, column, 0)), -1)
 
-    return BlockIds(conv_src=block_at(conv_col), temporal_src=block_at(temporal_col), dst=block_at(dst_col))
+    return look_up
 
 
-def conv_copies(src: jax.Array, dst: jax.Array, offset: jax.Array, state_len: int) -> jax.Array:
-    """Whether a conv copy between two usable blocks moves anything."""
+def window_moves(src: jax.Array, dst: jax.Array, offset: jax.Array, state_len: int) -> jax.Array:
+    """Whether a copy between two usable blocks moves anything; a temporal block is a window of one token."""
     return (offset >= 0) & (offset < state_len) & ((src != dst) | (offset != 0))
 
 
@@ -221,14 +221,14 @@ class Request(NamedTuple):
       row_arrays: flat arrays that `View`s cut the row vectors from.
       block_tables: `[G, R, C]`, or None where ids are given.
       idx_mapping: `[R]`, or None where a row is its own slot.
-      num_reqs: scalar: rows from this one on are padding.
+      num_reqs: scalar: rows from this one on are padding. None where there are none.
     """
 
     slot_vectors: tuple[jax.Array, ...]
     row_arrays: tuple[jax.Array, ...]
     block_tables: jax.Array | None
     idx_mapping: jax.Array | None
-    num_reqs: jax.Array
+    num_reqs: jax.Array | None
 
 
 def decide_step(
@@ -245,7 +245,7 @@ def decide_step(
     Returns:
       The operation's values and its decision, `[R]`, and the slot vectors that it updates, `[S]`.
     """
-    live = jnp.arange(num_rows, dtype=jnp.int32) < request.num_reqs
+    live = jnp.arange(num_rows, dtype=jnp.int32) < (num_rows if request.num_reqs is None else request.num_reqs)
     if request.idx_mapping is None:
         of_rows = [vector[:num_rows] for vector in request.slot_vectors]
     else:
@@ -264,19 +264,21 @@ def decide_step(
     return values, decision, tuple(updated)
 
 
-def plan_copies(
-    operation: Operation, request: Request, values: Values, decision: Decision, *, num_tables: int
-) -> CopyPlan:
-    """Looks up the blocks of a decided batch in each of `num_tables` block tables, or sets of ids."""
+def plan_copies(operation: Operation, request: Request, values: Values, decision: Decision) -> CopyPlan:
+    """Looks up the blocks of a decided batch, in every block table or set of ids."""
     rows = jnp.arange(decision.copies.shape[0])
-
-    def ids_of(table: int) -> BlockIds:
-        if request.block_tables is None:
-            return operation.block_ids(values, table)
-        columns = request.block_tables[table]
-        return operation.block_ids(values, table, lambda column: columns[rows, column], columns.shape[1])
-
-    ids = BlockIds(*map(jnp.stack, zip(*map(ids_of, range(num_tables)), strict=True)))
+    if request.block_tables is None:
+        ids = {table: operation.block_ids(values, table) for table in operation.tables}
+    else:
+        num_tables, _, num_columns = request.block_tables.shape
+        ids = {
+            table: operation.block_ids(
+                values,
+                table,
+                guarded(lambda column, table=table: request.block_tables[table, rows, column], num_columns),
+            )
+            for table in range(num_tables)
+        }
     return CopyPlan(ids, decision.offset, decision.copies)
 
 

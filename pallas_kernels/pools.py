@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from layouts import MambaState
+from layouts import is_mamba_state
 
 
 class StateKind(enum.Enum):
@@ -56,9 +56,9 @@ class Pool:
         return (1 if self.num_layers is None else self.num_layers) * self.num_blocks * self.block_size
 
 
-def is_mamba_state(node: Any) -> bool:
-    """Whether a node of `states` is a MambaState, for `is_leaf`."""
-    return isinstance(node, MambaState)
+def used_groups(states: Any) -> tuple[int, ...]:
+    """The groups that some state uses, in order."""
+    return tuple(sorted({state.group for state in jax.tree.leaves(states, is_leaf=is_mamba_state)}))
 
 
 def flatten_pools(states: Any) -> tuple[tuple[Pool, ...], list[Any], Any]:

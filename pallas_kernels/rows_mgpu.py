@@ -4,6 +4,7 @@ Rows are handled in chunks of a static size, of which the last may be smaller. B
 whole units of four int32; the few elements behind them go one by one.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,10 +15,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.plan import View
 from pallas_kernels.tile_copy_mgpu import bulk_load, bulk_store
+from pallas_kernels.tiling import COPY_UNIT_BYTES
 
-# int32 elements of one 16-byte copy unit. A vector that starts inside a unit is fetched from the unit's
+# int32 elements of one copy unit. A vector that starts inside a unit is fetched from the unit's
 # start, so its rows lie up to this many elements further in shared memory.
-UNIT = 4
+UNIT = COPY_UNIT_BYTES // 4
 
 Ref = Any
 Index = Any
@@ -31,25 +33,32 @@ def row_layout(length: int) -> Any:
 def fetch_rows(
     views: Sequence[View], arrays_gmem: Sequence[Ref], rows_smem: Ref, fetched: Ref, chunk: Index, chunk_rows: int
 ) -> None:
-    """Brings a chunk of every view into `rows_smem`, one row of it each. Waits for all at the end."""
+    """Brings a chunk of every view into `rows_smem`, one row of it each, and waits.
 
-    def start(v: int, view: View, size: int) -> None:
+    `fetched` counts one arrival per view, whether or not it has anything to bring in bulk.
+    """
+
+    def fetch(v: int, view: View, size: int) -> None:
         array_gmem = arrays_gmem[view.array]
         first = view.start // UNIT * UNIT + chunk * chunk_rows
         count = view.start % UNIT + size
         whole = count // UNIT * UNIT
         if whole:
-            bulk_load(array_gmem.at[pl.ds(first, whole)], rows_smem.at[v, pl.ds(0, whole)], fetched.at[v])
+            bulk_load(array_gmem.at[pl.ds(first, whole)], rows_smem.at[v, pl.ds(0, whole)], fetched)
+        else:
+            plgpu.barrier_arrive(fetched)
         for i in range(whole, count):
             rows_smem[v, i] = array_gmem[first + i]
 
-    def wait(v: int, view: View, size: int) -> None:
-        if view.start % UNIT + size >= UNIT:
-            plgpu.barrier_wait(fetched.at[v])
-
-    for act in (start, wait):
-        for v, view in enumerate(views):
-            with_chunk(view.length, chunk, chunk_rows, lambda size, act=act, v=v, view=view: act(v, view, size))
+    for v, view in enumerate(views):
+        with_chunk(
+            view.length,
+            chunk,
+            chunk_rows,
+            functools.partial(fetch, v, view),
+            otherwise=lambda: plgpu.barrier_arrive(fetched),
+        )
+    plgpu.barrier_wait(fetched)
 
 
 def load_rows(views: Sequence[View], rows_smem: Ref, chunk_rows: int) -> list[jax.Array]:
@@ -81,24 +90,23 @@ def write_rows(vector_smem: Ref, vector_gmem: Ref, chunk: Index, chunk_rows: int
     with_chunk(vector_gmem.shape[0], chunk, chunk_rows, write)
 
 
-def copy_vector(src_gmem: Ref, dst_gmem: Ref, buffer_smem: Ref, fetched: Ref) -> None:
-    """Copies a whole vector in global memory, and waits until it is there."""
-    length, chunk_rows = src_gmem.shape[0], buffer_smem.shape[0]
-    view = View(array=0, start=0, length=length)
+def copy_vector(src_gmem: Ref, dst_gmem: Ref, buffer_smem: Ref, loaded: Ref) -> None:
+    """Copies a whole vector in global memory through a buffer, and waits until it is there."""
+    length, chunk_rows = dst_gmem.shape[0], buffer_smem.shape[0]
 
     @pl.loop(jnp.int32(0), jnp.int32(-(-length // chunk_rows)))
     def _copy(chunk: jax.Array) -> None:
         def copy(size: int) -> None:
             first, whole = chunk * chunk_rows, size // UNIT * UNIT
             if whole:
-                bulk_load(src_gmem.at[pl.ds(first, whole)], buffer_smem.at[pl.ds(0, whole)], fetched)
-                plgpu.barrier_wait(fetched)
+                bulk_load(src_gmem.at[pl.ds(first, whole)], buffer_smem.at[pl.ds(0, whole)], loaded)
+                plgpu.barrier_wait(loaded)
                 bulk_store(buffer_smem.at[pl.ds(0, whole)], dst_gmem.at[pl.ds(first, whole)])
                 plgpu.commit_smem_to_gmem_group()
             for i in range(whole, size):
                 dst_gmem[first + i] = src_gmem[first + i]
 
-        with_chunk(view.length, chunk, chunk_rows, copy)
+        with_chunk(length, chunk, chunk_rows, copy)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -117,17 +125,24 @@ def scatter_rows(
             vector_gmem[slot] = vector_smem[row]
 
 
-def with_chunk(length: int, chunk: Index, chunk_rows: int, act: Callable[[int], None]) -> None:
-    """Calls `act` with the static number of a vector's elements in the chunk, unless there are none."""
+def with_chunk(
+    length: int,
+    chunk: Index,
+    chunk_rows: int,
+    act: Callable[[int], None],
+    otherwise: Callable[[], None] = lambda: None,
+) -> None:
+    """Calls `act` with the static number of a vector's elements in the chunk, or `otherwise` if there are none."""
     last = -(-length // chunk_rows) - 1
     last_size = length - last * chunk_rows
     if isinstance(chunk, int):
-        if chunk <= last:
-            act(last_size if chunk == last else chunk_rows)
+        act(last_size if chunk == last else chunk_rows) if chunk <= last else otherwise()
         return
     if last > 0:
         pl.when(chunk < last)(lambda: act(chunk_rows))
-    pl.when(chunk == last)(lambda: act(last_size))
+    if last >= 0:
+        pl.when(chunk == last)(lambda: act(last_size))
+    pl.when(chunk > last)(otherwise)
 
 
 def count_copying(counts_smem: Ref, copies: jax.Array) -> None:

@@ -1,6 +1,7 @@
 """Which implementation runs, and why."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,16 +75,22 @@ def target_device() -> TargetDevice:
     if is_nvidia and device.device_kind == local.device_kind:
         capability, num_sms = float(local.compute_capability), local.core_count
     elif is_nvidia:
-        words = device.device_kind.upper().replace("-", " ").replace("G", " ").split()
-        capability = next((_CAPABILITY_OF_PRODUCT[word] for word in words if word in _CAPABILITY_OF_PRODUCT), None)
+        # A product's number behind one letter: H200 in "NVIDIA GH200 480GB", A100 in "NVIDIA A100-SXM4-80GB".
+        products = re.findall(r"[A-Z]\d+", device.device_kind.upper())
+        capability = next((_CAPABILITY_OF_PRODUCT[name] for name in products if name in _CAPABILITY_OF_PRODUCT), None)
         num_sms = device.num_cores
     return TargetDevice(device.device_kind, is_nvidia, capability, num_sms or DEFAULT_NUM_SMS)
 
 
 def choose(
-    pools: Sequence[Pool], conv_layout: ConvStateLayout, implementation: str | None, *, interpreted: bool = False
+    pools: Sequence[Pool],
+    conv_layout: ConvStateLayout,
+    implementation: str | None,
+    device: TargetDevice,
+    *,
+    interpreted: bool = False,
 ) -> Selection:
-    """Resolves `implementation` for `pools` on the target device, whose age does not matter when interpreted.
+    """Resolves `implementation` for `pools` on `device`, whose compute capability does not matter when interpreted.
 
     Raises:
       ValueError: `implementation` names nothing.
@@ -93,7 +100,6 @@ def choose(
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
     if implementation == XLA:
         return Selection(XLA, "implementation='xla' was asked for")
-    device = target_device()
     obstacle = next((found for pool in pools if (found := kernel_obstacle(pool, conv_layout))), None)
     too_old = not interpreted and device.capability is not None and device.capability < _MIN_CAPABILITY
     if implementation == MOSAIC_GPU:
@@ -132,4 +138,4 @@ def select_implementation(
     """
     conv_layout = ConvStateLayout.parse(conv_layout)
     assert_mamba_states(states, conv_layout=conv_layout)
-    return choose(flatten_pools(states)[0], conv_layout, implementation)
+    return choose(flatten_pools(states)[0], conv_layout, implementation, target_device())

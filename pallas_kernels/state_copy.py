@@ -1,6 +1,5 @@
 """The public operations: check the arguments, say what is to be done, and let `dispatch` run it."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -16,9 +15,10 @@ from layouts import (
     assert_request_arrays,
 )
 from pallas_kernels.config import KernelConfig
-from pallas_kernels.dispatch import check_block_id, check_block_size, int32_count, is_static_int, make_options, run
+from pallas_kernels.dispatch import INT32_MAX, check_block_size, int32_count, is_static_int, make_options, run
 from pallas_kernels.inputs import PostprocessInputs, PreprocessInputs
 from pallas_kernels.plan import CopyBlocks, Postprocess, Preprocess, Request, View
+from pallas_kernels.pools import used_groups
 
 
 def postprocess_mamba(
@@ -88,18 +88,13 @@ def postprocess_mamba(
         raise ValueError(f"inputs must be a PostprocessInputs, got {type(inputs).__name__}")
     if (inputs.num_scheduled_tokens is None) != (inputs.num_draft_tokens is None):
         raise ValueError("inputs.num_scheduled_tokens and inputs.num_draft_tokens must both be given, or neither")
-    fields = {f"inputs.{field.name}": getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
-    batch = _assert_requests(fields, block_tables, idx_mapping)
-    operation = Postprocess(check_block_size(block_size), advanced=inputs.num_scheduled_tokens is None)
-    tables = block_tables if len(block_tables.shape) == 3 else block_tables[None]
-    request = Request(
-        slot_vectors=tuple(vector for vector in fields.values() if vector is not None),
-        row_arrays=(),
-        block_tables=tables,
-        idx_mapping=idx_mapping,
-        num_reqs=int32_count(num_reqs, batch, "num_reqs"),
-    )
-    states, (accepted,) = run(states, operation, request, (), options, num_rows=batch, num_tables=tables.shape[0])
+    advanced = inputs.num_scheduled_tokens is None
+    vectors = dict(vars(inputs))
+    if advanced:
+        del vectors["num_scheduled_tokens"], vectors["num_draft_tokens"]
+    operation = Postprocess(check_block_size(block_size), advanced)
+    request, batch = _step_request(vectors, block_tables, idx_mapping, num_reqs)
+    states, (accepted,) = run(states, operation, request, (), options, num_rows=batch)
     return states, accepted
 
 
@@ -158,23 +153,16 @@ def preprocess_mamba(
     assert_block_tables(block_tables, states)
     if not isinstance(inputs, PreprocessInputs):
         raise ValueError(f"inputs must be a PreprocessInputs, got {type(inputs).__name__}")
-    fields = {f"inputs.{field.name}": getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
-    query_start_loc = fields.pop("inputs.query_start_loc")
-    batch = _assert_requests(fields, block_tables, idx_mapping)
+    if not isinstance(preserve_accepted, bool):
+        raise ValueError(f"preserve_accepted must be a bool, got {preserve_accepted!r}")
+    vectors = dict(vars(inputs))
+    query_start_loc = vectors.pop("query_start_loc")
+    operation = Preprocess(check_block_size(block_size), preserve_accepted)
+    request, batch = _step_request(vectors, block_tables, idx_mapping, num_reqs)
     assert_int32_vector(query_start_loc, "inputs.query_start_loc", ("batch + 1", batch + 1))
-    operation = Preprocess(check_block_size(block_size), preserve_accepted=bool(preserve_accepted))
-    tables = block_tables if len(block_tables.shape) == 3 else block_tables[None]
-    request = Request(
-        slot_vectors=tuple(fields.values()),
-        row_arrays=(query_start_loc,),
-        block_tables=tables,
-        idx_mapping=idx_mapping,
-        num_reqs=int32_count(num_reqs, batch, "num_reqs"),
-    )
+    request = request._replace(row_arrays=(query_start_loc,))
     starts_and_ends = (View(array=0, start=0, length=batch), View(array=0, start=1, length=batch))
-    states, (state_idx, accepted) = run(
-        states, operation, request, starts_and_ends, options, num_rows=batch, num_tables=tables.shape[0]
-    )
+    states, (state_idx, accepted) = run(states, operation, request, starts_and_ends, options, num_rows=batch)
     return states, state_idx, accepted
 
 
@@ -226,32 +214,27 @@ def copy_mamba_blocks(
     """
     options = make_options(conv_layout, null_block_id, implementation, interpret, config)
     assert_mamba_states(states, conv_layout=options.conv_layout)
-    assert_block_ids(src_blocks, "src_blocks", states)
-    num_rows = src_blocks.shape[-1]
-    ids = {"src_blocks": src_blocks, "dst_blocks": dst_blocks, "temporal_src_blocks": temporal_src_blocks}
-    ids = {name: array for name, array in ids.items() if array is not None}
+    ids = {"src_blocks": src_blocks, "dst_blocks": dst_blocks}
+    if temporal_src_blocks is not None:
+        ids["temporal_src_blocks"] = temporal_src_blocks
     for name, array in ids.items():
         assert_block_ids(array, name, states, like=src_blocks)
+    num_rows = src_blocks.shape[-1]
+    row_arrays = [array.reshape(-1) for array in ids.values()]
+    tables = used_groups(states)
+    views = [View(array, table * num_rows, num_rows) for array in range(len(ids)) for table in tables]
     if token_offsets is not None:
         assert_int32_vector(token_offsets, "token_offsets", ("num_rows", num_rows))
-    num_tables = 1 if len(src_blocks.shape) == 1 else src_blocks.shape[0]
+        views.append(View(len(row_arrays), 0, num_rows))
+        row_arrays.append(token_offsets)
+    num_reqs = int32_count(num_copies, num_rows, "num_copies")
+    if not tables:
+        return states
     operation = CopyBlocks(
-        num_tables, has_temporal_src=temporal_src_blocks is not None, has_offsets=token_offsets is not None
+        tables, has_temporal_src=temporal_src_blocks is not None, has_offsets=token_offsets is not None
     )
-    views = [View(array, table * num_rows, num_rows) for array in range(len(ids)) for table in range(num_tables)]
-    if token_offsets is not None:
-        views.append(View(len(ids), 0, num_rows))
-    request = Request(
-        slot_vectors=(),
-        row_arrays=(
-            *(array.reshape(-1) for array in ids.values()),
-            *([] if token_offsets is None else [token_offsets]),
-        ),
-        block_tables=None,
-        idx_mapping=None,
-        num_reqs=int32_count(num_copies, num_rows, "num_copies"),
-    )
-    states, _ = run(states, operation, request, views, options, num_rows=num_rows, num_tables=num_tables)
+    request = Request((), tuple(row_arrays), block_tables=None, idx_mapping=None, num_reqs=num_reqs)
+    states, _ = run(states, operation, request, views, options, num_rows=num_rows)
     return states
 
 
@@ -272,7 +255,7 @@ def aligned_state_indices(
       seq_lens: int32 `[B]`, tokens before the step's first unverified one.
       block_size: tokens per block, 1 <= block_size < 2**31. Static.
       num_state_slots: columns from the running one on, usually 1 + num_spec. Static.
-      null_block_id: what columns beyond the table give; 0 if None. Static.
+      null_block_id: what columns beyond the table give, any int32; 0 if None. Static.
 
     Returns:
       int32 `[B, K]` or `[G, B, K]`: the ids at columns `max((seq_len - 1) // block_size, 0) + 0..K-1`.
@@ -281,9 +264,12 @@ def aligned_state_indices(
       AssertionError (contract): an argument has the wrong rank, shape or type.
       ValueError: a static is out of range.
     """
-    block_size, null_block_id = check_block_size(block_size), check_block_id(null_block_id)
-    if not is_static_int(num_state_slots) or num_state_slots < 1:
-        raise ValueError(f"num_state_slots must be a positive int, got {num_state_slots!r}")
+    block_size = check_block_size(block_size)
+    if not is_static_int(num_state_slots) or not 1 <= num_state_slots <= INT32_MAX:
+        raise ValueError(f"num_state_slots must be a positive int32, got {num_state_slots!r}")
+    null_block_id = 0 if null_block_id is None else null_block_id
+    if not is_static_int(null_block_id) or not -INT32_MAX - 1 <= null_block_id <= INT32_MAX:
+        raise ValueError(f"null_block_id must be an int32 or None, got {null_block_id!r}")
     assert_block_tables(block_tables, None)
     batch, num_columns = block_tables.shape[-2:]
     assert_int32_vector(seq_lens, "seq_lens", ("batch", batch))
@@ -291,17 +277,27 @@ def aligned_state_indices(
     column = first[:, None] + jnp.arange(num_state_slots, dtype=jnp.int32)
     # A column that wraps is beyond any table too.
     inside = (column >= 0) & (column < num_columns)
-    null = jnp.int32(null_block_id or 0)
+    null = jnp.int32(null_block_id)
     if num_columns == 0:
         return jnp.full((*block_tables.shape[:-2], *column.shape), null)
     at = jnp.broadcast_to(jnp.where(inside, column, 0), (*block_tables.shape[:-2], *column.shape))
     return jnp.where(inside, jnp.take_along_axis(block_tables, at, axis=-1), null)
 
 
-def _assert_requests(fields: dict[str, Any], block_tables: jax.Array, idx_mapping: jax.Array | None) -> int:
-    """Asserts the request vectors and the mapping; returns the batch size."""
+def _step_request(
+    vectors: dict[str, Any], block_tables: jax.Array, idx_mapping: jax.Array | None, num_reqs: jax.Array | int | None
+) -> tuple[Request, int]:
+    """Asserts what both steps are given besides states; returns it as a request, and the batch size."""
     batch = block_tables.shape[-2]
-    assert_request_arrays(fields, min_slots=batch if idx_mapping is None else 0)
+    named = {f"inputs.{name}": vector for name, vector in vectors.items()}
+    assert_request_arrays(named, min_slots=batch if idx_mapping is None else 0)
     if idx_mapping is not None:
         assert_int32_vector(idx_mapping, "idx_mapping", ("batch", batch))
-    return batch
+    request = Request(
+        slot_vectors=tuple(vectors.values()),
+        row_arrays=(),
+        block_tables=block_tables if len(block_tables.shape) == 3 else block_tables[None],
+        idx_mapping=idx_mapping,
+        num_reqs=int32_count(num_reqs, batch, "num_reqs"),
+    )
+    return request, batch

@@ -23,7 +23,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from layouts import ConvStateLayout
 from pallas_kernels.config import KernelConfig
-from pallas_kernels.plan import BlockIds, Operation, Request, View, blocks_usable, conv_copies, gather_slots
+from pallas_kernels.plan import (
+    BlockIds,
+    Operation,
+    Request,
+    View,
+    blocks_usable,
+    gather_slots,
+    guarded,
+    window_moves,
+)
 from pallas_kernels.pools import Pool, StateKind
 from pallas_kernels.rows_mgpu import (
     UNIT,
@@ -41,12 +50,14 @@ from pallas_kernels.tile_copy_mgpu import (
     TileCopy,
     copy_shifted_rows,
     copy_token_rows,
-    copy_unaligned_token_rows,
+    copy_whole_block,
 )
-from pallas_kernels.tiling import LANES, ShiftedRows, Tiling, TokenRows, num_tiles, round_up, tile_blocks
+from pallas_kernels.tiling import LANES, PoolGroup, ShiftedRows, TokenRows, WholeBlocks, group_pools, round_up
 
-# Rows planned at once: a longer batch is planned and copied in chunks of this size.
+# Rows planned at once, at most: a longer batch is planned and copied in chunks.
 _MAX_ROWS = 512
+# Shared memory for the request vectors of a chunk, at most, unless the smallest chunk needs more.
+_MAX_VECTOR_BYTES = 32 * 1024
 
 Ref = Any
 
@@ -62,7 +73,6 @@ def move_states(
     conv_layout: ConvStateLayout,
     null_block_id: int | None,
     config: KernelConfig,
-    num_ctas: int,
     interpret: Any,
 ) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
     """Plans and carries out one step in a single launch, in place on donated leaves.
@@ -76,45 +86,48 @@ def move_states(
       num_rows: rows of the batch. Static.
       conv_layout: layout of the conv pools. Static.
       null_block_id: id that is never copied from or to; None for no such id. Static.
-      config: tuning knobs. Static.
-      num_ctas: size of the persistent grid. Static.
+      config: tuning knobs, with a `num_ctas`. Static.
       interpret: None, or `InterpretGPUParams`. Static.
 
     Returns:
       The leaves after the copies (aliases of the donated ones) and the slot vectors that the
       operation updates, int32 `[S]` each.
     """
-    operands, all_views, slots_view = _collect_vectors(request, views)
-    tables = () if request.block_tables is None else (request.block_tables,)
-    num_slots = request.slot_vectors[0].shape[0] if request.slot_vectors else 0
+    arrays, all_views = _collect_vectors(request, views)
+    mapped = request.idx_mapping is not None
+    num_reqs = jnp.int32(num_rows) if request.num_reqs is None else request.num_reqs
+    old = tuple(request.slot_vectors[index] for index in operation.updated)
     step = _Step(
         operation=operation,
-        groups=_group_pools(pools, conv_layout, config.stage_bytes),
+        groups=group_pools(pools, conv_layout, config.stage_bytes),
         views=all_views,
-        slots_view=slots_view,
-        num_rows=num_rows if request.idx_mapping is not None else max(num_rows, num_slots),
+        mapped=mapped,
+        num_rows=num_rows if mapped or not old else max(num_rows, old[0].shape[0]),
         batch=num_rows,
         null_block_id=null_block_id,
-        num_ctas=num_ctas,
+        num_ctas=config.num_ctas,
     )
     refs = [jax.new_ref(leaf.reshape(-1, pool.block_size)) for leaf, pool in zip(leaves, pools, strict=True)]
-    old = tuple(request.slot_vectors[index] for index in operation.updated) if slots_view is not None else ()
     updated = plgpu.kernel(
         functools.partial(_copy_states, step),
-        out_type=[jax.ShapeDtypeStruct((num_slots,), jnp.int32) for _ in operation.updated],
-        grid=(num_ctas,),
+        out_type=[jax.ShapeDtypeStruct(vector.shape, jnp.int32) for vector in old],
+        grid=(step.num_ctas,),
         grid_names=("cta",),
         scratch_types=step.scratch_types,
         interpret=interpret,
         kernel_name="mamba_state_copy",
-    )(operands, tables, request.num_reqs.reshape(1), old, refs)
+    )(
+        arrays,
+        () if request.block_tables is None else (request.block_tables,),
+        num_reqs.reshape(1),
+        old if mapped else (),
+        refs,
+    )
     return [jax.freeze(ref).reshape(leaf.shape) for ref, leaf in zip(refs, leaves, strict=True)], tuple(updated)
 
 
-def _collect_vectors(
-    request: Request, views: Sequence[View]
-) -> tuple[tuple[jax.Array, ...], tuple[View, ...], int | None]:
-    """The arrays that the kernel reads rows from, a view for each request vector, and the view of the slots.
+def _collect_vectors(request: Request, views: Sequence[View]) -> tuple[tuple[jax.Array, ...], tuple[View, ...]]:
+    """The arrays that the kernel reads rows from, and a view of each value; the slots last, if mapped.
 
     Mosaic GPU has no gather, so under an `idx_mapping` XLA brings the slot vectors into batch order,
     all in one array to stay one small kernel.
@@ -122,59 +135,18 @@ def _collect_vectors(
     if request.idx_mapping is None:
         arrays = request.slot_vectors
         slot_views = [View(i, 0, vector.shape[0]) for i, vector in enumerate(arrays)]
+        mapping = ()
     else:
         num_rows = request.idx_mapping.shape[0]
         stride = round_up(num_rows, UNIT)
-        mapping = jnp.pad(request.idx_mapping, (0, stride - num_rows))
-        arrays = (jnp.concatenate(gather_slots(request.slot_vectors, mapping)),)
+        padded = jnp.pad(request.idx_mapping, (0, stride - num_rows))
+        arrays = (jnp.concatenate(gather_slots(request.slot_vectors, padded)),)
         slot_views = [View(0, i * stride, num_rows) for i in range(len(request.slot_vectors))]
+        mapping = (request.idx_mapping,)
     row_views = [dataclasses.replace(view, array=len(arrays) + view.array) for view in views]
-    arrays += request.row_arrays
-    if request.idx_mapping is None:
-        return arrays, (*slot_views, *row_views), None
-    mapping_view = View(len(arrays), 0, num_rows)
-    return (*arrays, request.idx_mapping), (*slot_views, *row_views, mapping_view), len(slot_views) + len(row_views)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """Pools that share the code of a tile: same kind, geometry, type and block table."""
-
-    members: tuple[int, ...]
-    pool: Pool
-    tiling: Tiling
-
-    state_len: int
-
-    @property
-    def num_layers(self) -> int:
-        """Layers in each member."""
-        return self.pool.num_layers or 1
-
-    @property
-    def tiles_per_block(self) -> int:
-        """Work items of one block: an unaligned block is a single one."""
-        return num_tiles(self.tiling) if isinstance(self.tiling, TokenRows | ShiftedRows) else 1
-
-    @property
-    def num_items(self) -> int:
-        """Work items of one copying row."""
-        return len(self.members) * self.num_layers * self.tiles_per_block
-
-
-def _group_pools(pools: Sequence[Pool], conv_layout: ConvStateLayout, stage_bytes: int) -> tuple[_Group, ...]:
-    members: dict[Pool, list[int]] = {}
-    for i, pool in enumerate(pools):
-        members.setdefault(pool, []).append(i)
-    return tuple(
-        _Group(
-            members=tuple(indices),
-            pool=pool,
-            tiling=tile_blocks(pool, conv_layout, stage_bytes),
-            state_len=pool.block_shape[conv_layout.token_axis - 1] if pool.kind is StateKind.CONV else 0,
-        )
-        for pool, indices in members.items()
-    )
+    arrays = (*arrays, *request.row_arrays, *mapping)
+    mapping_views = [View(len(arrays) - 1, 0, vector.shape[0]) for vector in mapping]
+    return arrays, (*slot_views, *row_views, *mapping_views)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +156,8 @@ class _Step:
     Attributes:
       operation: what to do.
       groups: the pools.
-      views: the request vectors, in the order of the operation's values; the slots last, if any.
-      slots_view: which view holds the slots; None where a row is its own slot.
+      views: the request vectors, in the order of the operation's values; behind them the slots, if mapped.
+      mapped: whether rows find their slots through a mapping.
       num_rows: rows that are decided; those from `batch` on only keep their slot's values.
       batch: rows that can copy.
       null_block_id: id that is never copied from or to.
@@ -193,18 +165,26 @@ class _Step:
     """
 
     operation: Operation
-    groups: tuple[_Group, ...]
+    groups: tuple[PoolGroup, ...]
     views: tuple[View, ...]
-    slots_view: int | None
+    mapped: bool
     num_rows: int
     batch: int
     null_block_id: int | None
     num_ctas: int
 
     @property
+    def num_values(self) -> int:
+        """Request vectors that the operation decides from."""
+        return len(self.views) - self.mapped
+
+    @property
     def chunk_rows(self) -> int:
         """Rows planned at once, a power of two for the binary search."""
-        return min(max(1 << (self.num_rows - 1).bit_length(), LANES), _MAX_ROWS)
+        rows = min(max(1 << (self.num_rows - 1).bit_length(), LANES), _MAX_ROWS)
+        while rows > LANES and 4 * rows * len(self.views) > _MAX_VECTOR_BYTES:
+            rows //= 2
+        return rows
 
     @property
     def num_chunks(self) -> int:
@@ -240,7 +220,7 @@ class _Step:
             "counts_smem": plgpu.SMEM((2 * self.chunk_rows,), jnp.int32),
             # One stage per thread block; no tile has two types, so the types share the memory.
             "stages_smem": plgpu.RefUnion(*map(stage, self.dtypes)),
-            "fetched": plgpu.Barrier(num_barriers=len(self.views)),
+            "fetched": plgpu.Barrier(num_arrivals=len(self.views)),
             "loaded": plgpu.Barrier(num_barriers=max(group.tiling.num_barriers for group in self.groups)),
         }
 
@@ -264,10 +244,12 @@ def _copy_states(
     cta = lax.axis_index("cta")
     num_live = jnp.minimum(num_reqs_gmem[0], step.batch)
 
-    @pl.when(cta == 0)
-    def _keep_slots() -> None:
-        for src_gmem, dst_gmem, buffer_smem in zip(old_gmem, updated_gmem, updates_smem, strict=False):
-            copy_vector(src_gmem, dst_gmem, buffer_smem, fetched.at[0])
+    if step.mapped:
+
+        @pl.when(cta == 0)
+        def _keep_slots() -> None:
+            for src_gmem, dst_gmem, buffer_smem in zip(old_gmem, updated_gmem, updates_smem, strict=True):
+                copy_vector(src_gmem, dst_gmem, buffer_smem, loaded.at[0])
 
     def do_chunk(chunk: jax.Array | int) -> None:
         first_row = chunk * step.chunk_rows
@@ -275,8 +257,8 @@ def _copy_states(
         values = load_rows(step.views, rows_smem, step.chunk_rows)
         row = plgpu.broadcasted_iota(jnp.int32, (step.chunk_rows,), 0, layout=row_layout(step.chunk_rows))
         live = first_row + row < num_live
-        if step.slots_view is not None:
-            slot = values.pop()
+        if step.mapped:
+            *values, slot = values
             live &= (slot >= 0) & (slot < updated_gmem[0].shape[0])
         decision = step.operation.decide(values, live)
 
@@ -286,11 +268,11 @@ def _copy_states(
                 update_smem[...] = update
             plgpu.commit_smem()
             for update_smem, vector_gmem in zip(updates_smem, updated_gmem, strict=True):
-                if step.slots_view is None:
-                    write_rows(update_smem, vector_gmem, chunk, step.chunk_rows)
-                else:
+                if step.mapped:
                     count = jnp.clip(num_live - first_row, 0, step.chunk_rows)
-                    scatter_rows(update_smem, vector_gmem, lambda row: rows_smem[step.slots_view, row], count)
+                    scatter_rows(update_smem, vector_gmem, lambda row: rows_smem[step.num_values, row], count)
+                else:
+                    write_rows(update_smem, vector_gmem, chunk, step.chunk_rows)
 
         copies = jnp.where(decision.copies, 1, 0)
         num_copying = jnp.sum(copies, dtype=jnp.int32)
@@ -301,7 +283,7 @@ def _copy_states(
 
             def plan_row(rank: jax.Array) -> tuple[jax.Array, dict[int, BlockIds]]:
                 row = row_of_rank(counts_smem, rank)
-                values = load_row(step.views[: step.slots_view], rows_smem, row)
+                values = load_row(step.views[: step.num_values], rows_smem, row)
                 ids = {table: _block_ids(step, values, table, tables_gmem, first_row + row) for table in step.tables}
                 return step.operation.decide(values, jnp.bool_(True)).offset, ids
 
@@ -326,9 +308,9 @@ def _block_ids(
     """The blocks of one row, from the block table where there is one."""
     if not tables_gmem:
         return step.operation.block_ids(values, table)
-    return step.operation.block_ids(
-        values, table, lambda column: tables_gmem[0][table, row, column], tables_gmem[0].shape[2]
-    )
+    (table_gmem,) = tables_gmem
+    look_up = guarded(lambda column: table_gmem[table, row, column], table_gmem.shape[2])
+    return step.operation.block_ids(values, table, look_up)
 
 
 def _deal_items(
@@ -377,7 +359,7 @@ def _deal_items(
 
 def _copy_tile(
     null_block_id: int | None,
-    group: _Group,
+    group: PoolGroup,
     refs: Sequence[Ref],
     item: jax.Array,
     offset: jax.Array,
@@ -388,17 +370,13 @@ def _copy_tile(
     """Copies the group's `item`-th tile, unless the row's block ids rule the copy out."""
     pool, tiling = group.pool, group.tiling
     is_conv = pool.kind is StateKind.CONV
-    tile = lax.rem(item, jnp.int32(group.tiles_per_block))
-    block = lax.div(item, jnp.int32(group.tiles_per_block))
+    tile = lax.rem(item, jnp.int32(tiling.num_items))
+    block = lax.div(item, jnp.int32(tiling.num_items))
     layer = lax.rem(block, jnp.int32(group.num_layers))
-    src = ids.conv_src if is_conv else ids.temporal_src
+    src, shift = (ids.conv_src, offset) if is_conv else (ids.temporal_src, jnp.int32(0))
     usable = blocks_usable(src, ids.dst, num_blocks=pool.num_blocks, null_block_id=null_block_id)
-    if is_conv:
-        usable &= conv_copies(src, ids.dst, offset, group.state_len)
-    else:
-        usable &= src != ids.dst
 
-    @pl.when(usable)
+    @pl.when(usable & window_moves(src, ids.dst, shift, group.state_len))
     def _move() -> None:
         copy = TileCopy(
             pools_gmem=refs,
@@ -407,12 +385,12 @@ def _copy_tile(
             loaded=loaded,
             src=layer * pool.num_blocks + src,
             dst=layer * pool.num_blocks + ids.dst,
-            offset=offset if is_conv else jnp.int32(0),
+            offset=shift,
         )
         match tiling:
             case TokenRows():
                 copy_token_rows(tiling, copy, tile)
             case ShiftedRows():
                 copy_shifted_rows(tiling, copy, tile)
-            case _:
-                copy_unaligned_token_rows(tiling, copy)
+            case WholeBlocks():
+                copy_whole_block(tiling, copy)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from layouts import ConvStateLayout, MambaState, row_steps
+from layouts import ConvStateLayout, is_mamba_state, row_steps
 from pallas_kernels.inputs import PostprocessInputs, PreprocessInputs
 
 
@@ -147,7 +147,7 @@ def _copy_row(
     null_block_id: int | None,
 ) -> None:
     """Copies one row in every state; `ids` are the conv source, temporal source and destination per group."""
-    for state in jax.tree.leaves(states, is_leaf=lambda node: isinstance(node, MambaState)):
+    for state in jax.tree.leaves(states, is_leaf=is_mamba_state):
         conv_src, temporal_src, dst = ids[state.group]
         for pools, src, is_conv in ((state.conv, conv_src, True), (state.temporal, temporal_src, False)):
             for pool in jax.tree.leaves(pools):

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from layouts import ConvStateLayout
-from pallas_kernels.plan import CopyPlan, blocks_usable, conv_copies
+from pallas_kernels.plan import CopyPlan, blocks_usable, window_moves
 from pallas_kernels.pools import Pool, StateKind
 
 _UINT_OF_BITS = {4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
@@ -29,7 +29,7 @@ def move_states(
     Args:
       leaves: one array per pool.
       pools: their static descriptions.
-      plan: ids `[G, R]` and offsets `[R]`.
+      plan: ids and offsets, int32 `[R]`.
       conv_layout: layout of the conv pools. Static.
       null_block_id: id that is never copied from or to; None for no such id. Static.
 
@@ -49,13 +49,13 @@ def move_states(
         moved = []
         for pool, leaf in zip(pools, leaves, strict=True):
             is_conv = pool.kind is StateKind.CONV
-            src = (plan.ids.conv_src if is_conv else plan.ids.temporal_src)[pool.table, row]
-            dst = plan.ids.dst[pool.table, row]
+            ids = plan.ids[pool.table]
+            src, dst = (ids.conv_src if is_conv else ids.temporal_src)[row], ids.dst[row]
             usable = blocks_usable(src, dst, num_blocks=pool.num_blocks, null_block_id=null_block_id)
             source, destination = _read(leaf, pool, src), _read(leaf, pool, dst)
             if is_conv:
                 token_axis = source.ndim - 3 + conv_layout.token_axis
-                usable &= conv_copies(src, dst, offset, source.shape[token_axis])
+                usable &= window_moves(src, dst, offset, source.shape[token_axis])
                 source = _shifted(source, destination, offset, token_axis)
             moved.append(_write(leaf, pool, dst, jnp.where(usable, source, destination)))
         return moved

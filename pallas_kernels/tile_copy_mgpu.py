@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tiling import ShiftedRows, TokenRows, UnalignedTokenRows, num_tiles, padded, vector_size
+from pallas_kernels.tiling import ShiftedRows, TokenRows, WholeBlocks, num_tiles, padded, vector_size
 
 _INT_OF_BYTES = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
@@ -90,7 +90,8 @@ def copy_token_rows(tiling: TokenRows, copy: TileCopy, tile: jax.Array) -> None:
             tokens = pl.loop(copy.offset, jnp.int32(tiling.num_tokens))
             tokens(load)
             tokens(copy.wait)
-            # In a block that is shifted in place, the rows written now are rows read just before.
+            # A block that is shifted in place is written where it was just read. The waits order that on the
+            # device; the interpreter's race detection wants the fence too.
             plgpu.commit_smem()
             tokens(store)
 
@@ -125,7 +126,7 @@ def copy_shifted_rows(tiling: ShiftedRows, copy: TileCopy, tile: jax.Array) -> N
     _with_tile(tiling, tile, move)
 
 
-def copy_unaligned_token_rows(tiling: UnalignedTokenRows, copy: TileCopy) -> None:
+def copy_whole_block(tiling: WholeBlocks, copy: TileCopy) -> None:
     """Moves a whole block front to back, realigning the shifted source in registers."""
     shift = copy.offset * tiling.row
     num_moved = tiling.extent - shift
@@ -147,20 +148,20 @@ def copy_unaligned_token_rows(tiling: UnalignedTokenRows, copy: TileCopy) -> Non
                 is_moved=lambda i: i < num_moved - start,
             )
             copy.store(start, size, tiling.destination_start)
-            # The next step reads beyond what this one wrote, but into the same copy unit.
+            # The next step uses the same stage.
             plgpu.commit_smem_to_gmem_group()
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    @pl.loop(jnp.int32(0), jnp.int32(num_tiles(tiling)))
+    @pl.loop(jnp.int32(0), jnp.int32(num_tiles(tiling.extent, tiling.tile)))
     def _walk(tile: jax.Array) -> None:
         _with_tile(tiling, tile, move)
 
 
 def _with_tile(
-    tiling: TokenRows | ShiftedRows | UnalignedTokenRows, tile: jax.Array, move: Callable[[Index, int], None]
+    tiling: TokenRows | ShiftedRows | WholeBlocks, tile: jax.Array, move: Callable[[Index, int], None]
 ) -> None:
     """Calls `move(start, size)` with a static size, which the last tile may have to itself."""
-    last = num_tiles(tiling) - 1
+    last = num_tiles(tiling.extent, tiling.tile) - 1
     last_size = tiling.extent - last * tiling.tile
     if last_size == tiling.tile:
         move(tile * tiling.tile, tiling.tile)

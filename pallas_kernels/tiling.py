@@ -6,11 +6,13 @@ and ends on such a unit. A stage is the shared memory that one tile passes throu
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from layouts import ConvStateLayout
+from pallas_kernels.config import MAX_STAGE_BYTES
 from pallas_kernels.pools import Pool, StateKind
 
 # What a bulk copy moves a multiple of.
@@ -19,8 +21,13 @@ COPY_UNIT_BYTES = 16
 LANES = 128
 # A shift handles a tile in vectors of at most this many elements, to bound its registers.
 _MAX_VECTOR = 1024
-# Stages may grow to this where a single row needs it: two of them fit an SM's shared memory.
-_MAX_STAGE_BYTES = 96 * 1024
+# Mosaic GPU's limit for one array of barriers.
+_MAX_BARRIERS = 32
+
+
+def num_tiles(extent: int, tile: int) -> int:
+    """Tiles of `extent` elements, the last one possibly smaller."""
+    return -(-extent // tile)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -44,6 +51,11 @@ class TokenRows:
     num_tokens: int
     extent: int
     tile: int
+
+    @property
+    def num_items(self) -> int:
+        """Work items of a block: its tiles."""
+        return num_tiles(self.extent, self.tile)
 
     @property
     def stage_elements(self) -> int:
@@ -71,6 +83,11 @@ class ShiftedRows:
     tile: int
 
     @property
+    def num_items(self) -> int:
+        """Work items of a block: its tiles."""
+        return num_tiles(self.extent, self.tile)
+
+    @property
     def destination_start(self) -> int:
         """Where the destination's old bytes lie in the stage, behind the source and what a shift overreads."""
         return round_up(padded(self.tile) + self.state_len, LANES)
@@ -87,11 +104,11 @@ class ShiftedRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class UnalignedTokenRows:
-    """SD blocks whose rows are no whole number of copy units, though the block is.
+class WholeBlocks:
+    """SD blocks that `TokenRows` does not fit: rows of no whole number of copy units, or too many tokens.
 
     No tile of theirs is independent of its neighbours, so one thread block walks the whole block
-    from front to back. Real models have no such widths; they are slow, but right.
+    from front to back. Real models have no such shapes; they are slow, but right.
 
     Attributes:
       row: elements of a token's row.
@@ -104,6 +121,11 @@ class UnalignedTokenRows:
     extent: int
     tile: int
     unit: int
+
+    @property
+    def num_items(self) -> int:
+        """Work items of a block: the block itself."""
+        return 1
 
     @property
     def source_tile(self) -> int:
@@ -126,12 +148,7 @@ class UnalignedTokenRows:
         return 2
 
 
-Tiling = TokenRows | ShiftedRows | UnalignedTokenRows
-
-
-def num_tiles(tiling: Tiling) -> int:
-    """Tiles of a block, the last one possibly smaller."""
-    return -(-tiling.extent // tiling.tile)
+Tiling = TokenRows | ShiftedRows | WholeBlocks
 
 
 def vector_size(tile: int) -> int:
@@ -164,9 +181,52 @@ def tile_blocks(pool: Pool, conv_layout: ConvStateLayout, stage_bytes: int) -> T
             state_len=state_len, extent=size, tile=_even_tile(size, budget // 2, math.lcm(state_len, unit))
         )
     num_tokens, row = pool.block_shape
-    if row % unit == 0 and num_tokens * unit <= budget:
+    if row % unit == 0 and num_tokens <= _MAX_BARRIERS and num_tokens * unit <= budget:
         return TokenRows(num_tokens=num_tokens, extent=row, tile=_even_tile(row, budget // num_tokens, unit))
-    return UnalignedTokenRows(row=row, extent=size, tile=_even_tile(size, budget // 3, unit), unit=unit)
+    return WholeBlocks(row=row, extent=size, tile=_even_tile(size, budget // 3, unit), unit=unit)
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolGroup:
+    """Pools that share the code of a tile: same kind, geometry, type and block table.
+
+    Attributes:
+      members: their places among all pools.
+      pool: what they have in common.
+      tiling: how their blocks are cut.
+      state_len: tokens of a window; 1 for temporal pools.
+    """
+
+    members: tuple[int, ...]
+    pool: Pool
+    tiling: Tiling
+    state_len: int
+
+    @property
+    def num_layers(self) -> int:
+        """Layers in each member."""
+        return self.pool.num_layers or 1
+
+    @property
+    def num_items(self) -> int:
+        """Work items of one copying row."""
+        return len(self.members) * self.num_layers * self.tiling.num_items
+
+
+def group_pools(pools: Sequence[Pool], conv_layout: ConvStateLayout, stage_bytes: int) -> tuple[PoolGroup, ...]:
+    """Groups pools by everything but their bytes."""
+    members: dict[Pool, list[int]] = {}
+    for i, pool in enumerate(pools):
+        members.setdefault(pool, []).append(i)
+    return tuple(
+        PoolGroup(
+            members=tuple(indices),
+            pool=pool,
+            tiling=tile_blocks(pool, conv_layout, stage_bytes),
+            state_len=pool.block_shape[conv_layout.token_axis - 1] if pool.kind is StateKind.CONV else 1,
+        )
+        for pool, indices in members.items()
+    )
 
 
 def kernel_obstacle(pool: Pool, conv_layout: ConvStateLayout) -> str | None:
@@ -175,7 +235,7 @@ def kernel_obstacle(pool: Pool, conv_layout: ConvStateLayout) -> str | None:
         return f"{pool.path} has dtype {pool.dtype.name}; the kernel moves 1-, 2-, 4- and 8-byte integers and floats"
     if pool.block_bytes % COPY_UNIT_BYTES:
         return f"{pool.path} has blocks of {pool.block_bytes} bytes; the kernel takes multiples of {COPY_UNIT_BYTES}"
-    if pool.size and tile_blocks(pool, conv_layout, 0).stage_elements * pool.dtype.itemsize > _MAX_STAGE_BYTES:
+    if pool.size and tile_blocks(pool, conv_layout, 0).stage_elements * pool.dtype.itemsize > MAX_STAGE_BYTES:
         return f"{pool.path} has a state_len of {pool.block_shape[1]}, too long for a stage in shared memory"
     return None
 

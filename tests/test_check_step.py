@@ -126,3 +126,20 @@ def test_preprocess_steps_are_checked_too() -> None:
     )
     with pytest.raises(ValueError, match="row 1: conv destination column 3 is outside a table of 3 columns"):
         _check(inputs)
+
+
+def test_copy_onto_itself_is_no_write() -> None:
+    # Row 0 stands on the boundary with its state in another column that names the same block.
+    inputs = _post(
+        mamba_state_idx=[1, 1], num_accepted_tokens=[1, 1], num_computed_tokens=[15, 3], num_draft_tokens=[1, 1]
+    )
+    _check(inputs, tables=np.array([[1, 1, 3], [4, 5, 1]], np.int32))
+
+
+def test_malformed_states_and_tables_are_contract_errors() -> None:
+    with pytest.raises(AssertionError, match=r"states\[0\] must be a MambaState"):
+        _check(states=[np.zeros(3)])
+    with pytest.raises(AssertionError, match=r"states\[0\]\.group is 1"):
+        _check(states=[dataclasses.replace(_STATES[0], group=1)])
+    with pytest.raises(ValueError, match="block_size must be positive, got 0"):
+        check_step(_STATES, _post(), _TABLES, block_size=0, conv_layout="DS")

@@ -253,6 +253,7 @@ def test_preprocess_does_not_advance_a_slot_without_a_row() -> None:
         ([17, 33, 48], 0, [[11, 12], [22, 0], [32, 0]]),
         ([64, -5, 2**31 - 1], 9, [[9, 9], [20, 21], [9, 9]]),
         ([64, 0, 0], None, [[0, 0], [20, 21], [30, 31]]),
+        ([64, 0, 33], -1, [[-1, -1], [20, 21], [32, -1]]),
     ],
 )
 def test_aligned_state_indices_start_at_the_running_column(

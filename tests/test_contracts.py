@@ -4,13 +4,23 @@ import dataclasses
 import re
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from layouts import ConvStateLayout, MambaState
-from pallas_kernels import KernelConfig, PostprocessInputs, postprocess_mamba, select_implementation
+from pallas_kernels import (
+    KernelConfig,
+    PostprocessInputs,
+    PreprocessInputs,
+    aligned_state_indices,
+    copy_mamba_blocks,
+    postprocess_mamba,
+    preprocess_mamba,
+    select_implementation,
+)
 
 _STATE = MambaState(conv=jnp.zeros((8, 4, 5), jnp.bfloat16), temporal=jnp.zeros((8, 2, 4)))
 
@@ -73,6 +83,24 @@ _CONTRACTS = {
         {"states": [MambaState(conv=["pool"])]},
         "states[0].conv[0] must be an array [num_blocks, dim, state_len] (DS layout), got str",
     ),
+    "boolean_group": ({"states": [dataclasses.replace(_STATE, group=True)]}, "states[0].group must be an int >= 0"),
+    "eight_byte_leaf_without_x64": (
+        {"states": [MambaState(temporal=np.zeros((6, 4)))]},
+        "states[0].temporal must have a dtype that JAX holds (8-byte types need jax_enable_x64), got float64",
+    ),
+    "leaf_of_objects": (
+        {"states": [MambaState(temporal=np.zeros((6, 4), object))]},
+        "states[0].temporal must have a dtype that JAX holds",
+    ),
+    "input_left_out": (
+        {"inputs": _inputs(num_computed_tokens=None)},
+        "inputs.num_computed_tokens must be int32 [slots], got NoneType",
+    ),
+    "mapping_of_another_length": (
+        {"idx_mapping": jnp.zeros(2, jnp.int32)},
+        "idx_mapping must be int32 [batch]",
+    ),
+    "mapping_of_int8": ({"idx_mapping": jnp.zeros(3, jnp.int8)}, "idx_mapping must be int32 [batch]"),
     "negative_group": ({"states": [dataclasses.replace(_STATE, group=-1)]}, "states[0].group must be an int >= 0"),
     "group_without_a_table": (
         {"states": [dataclasses.replace(_STATE, group=1)]},
@@ -134,6 +162,8 @@ _VALUES = {
     ),
     "interpret": ({"interpret": "yes"}, "interpret must be a bool or InterpretGPUParams, got 'yes'"),
     "config": ({"config": 8}, "config must be a KernelConfig or None, got 8"),
+    "null_block_id_as_an_array": ({"null_block_id": jnp.int32(0)}, "null_block_id must be an int or None"),
+    "block_size_as_an_array": ({"block_size": jnp.int32(4)}, "block_size must be an int with 1 <= block_size < 2**31"),
     "inputs": ({"inputs": {}}, "inputs must be a PostprocessInputs, got dict"),
     "one_count_without_the_other": (
         {"inputs": _inputs(num_draft_tokens=None)},
@@ -184,9 +214,131 @@ def test_named_kernel_says_what_it_cannot_take(options: dict[str, Any], message:
 
 @pytest.mark.parametrize(("options", "message"), _UNSUPPORTED.values(), ids=_UNSUPPORTED)
 def test_what_the_kernel_cannot_take_goes_to_xla(options: dict[str, Any], message: str) -> None:
-    states = options["states"]
-    _call(states)
-    assert select_implementation(states, conv_layout="DS").name == "xla"
+    h200 = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=h200)):
+        selection = select_implementation(options["states"], conv_layout="DS")
+    assert selection.name == "xla"
+    assert message in selection.reason
+
+
+def _pre(**changes: Any) -> Any:
+    vectors = {
+        name: jnp.ones(3, jnp.int32) for name in ("mamba_state_idx", "num_accepted_tokens", "num_computed_tokens")
+    }
+    vectors |= {"query_start_loc": jnp.arange(4, dtype=jnp.int32)}
+    options = {"preserve_accepted": changes.pop("preserve_accepted")} if "preserve_accepted" in changes else {}
+    inputs = changes.pop("inputs", None) or PreprocessInputs(**vectors | changes)
+    states = jax.tree.map(jnp.array, [_STATE])
+    return preprocess_mamba(states, inputs, jnp.zeros((3, 2), jnp.int32), block_size=4, conv_layout="DS", **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"query_start_loc": jnp.arange(3, dtype=jnp.int32)},
+            AssertionError,
+            "inputs.query_start_loc must be int32 [batch + 1]",
+        ),
+        ({"query_start_loc": jnp.arange(4.0)}, AssertionError, "inputs.query_start_loc must be int32 [batch + 1]"),
+        (
+            {"num_accepted_tokens": jnp.ones(2, jnp.int32)},
+            AssertionError,
+            "inputs.num_accepted_tokens must have the length of",
+        ),
+        ({"inputs": _inputs()}, ValueError, "inputs must be a PreprocessInputs, got PostprocessInputs"),
+        ({"preserve_accepted": "no"}, ValueError, "preserve_accepted must be a bool, got 'no'"),
+    ],
+)
+def test_preprocess_names_what_is_wrong(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        _pre(**changes)
+
+
+def _ids(*shape: int) -> jax.Array:
+    return jnp.zeros(shape, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((_ids(3), _ids(4)), {}, "dst_blocks must have the shape of src_blocks"),
+        ((_ids(3), None), {}, "dst_blocks must be int32 [num_rows] or [groups, num_rows], got NoneType"),
+        ((_ids(3, 2, 1), _ids(3)), {}, "src_blocks must be int32 [num_rows] or [groups, num_rows]"),
+        ((jnp.zeros(3), _ids(3)), {}, "src_blocks must be int32 [num_rows] or [groups, num_rows]"),
+        ((_ids(3), _ids(3), _ids(2)), {}, "token_offsets must be int32 [num_rows]"),
+        ((_ids(2, 3), _ids(2, 3), _ids(3), _ids(3)), {}, "temporal_src_blocks must have the shape of src_blocks"),
+        ((_ids(0, 3), _ids(0, 3)), {}, "states[0].group is 0, but src_blocks of shape (0, 3) holds 0 group(s)"),
+        ((_ids(3), _ids(3)), {"num_copies": 1.0}, "num_copies must be an integer scalar, got 1.0"),
+    ],
+)
+def test_copy_names_what_is_wrong(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        copy_mamba_blocks([_STATE], *arguments, conv_layout="DS", **options)
+
+
+def test_copy_of_no_states_returns_them() -> None:
+    assert copy_mamba_blocks([], _ids(0, 3), _ids(0, 3), conv_layout="DS") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_state_slots": 0}, "num_state_slots must be a positive int32, got 0"),
+        ({"null_block_id": 2**40}, "null_block_id must be an int32 or None"),
+        ({"block_size": 0}, "block_size must be an int with 1 <= block_size"),
+    ],
+)
+def test_aligned_indices_name_what_is_wrong(options: dict[str, Any], message: str) -> None:
+    options = {"block_size": 4, "num_state_slots": 2} | options
+    with pytest.raises(ValueError, match=re.escape(message)):
+        aligned_state_indices(_ids(3, 2), _ids(3), **options)
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "live"),
+    [
+        (2, 2), (-5, 0), (2**70, 3), (np.int64(2**40), 3), (np.int64(-(2**40) + 1), 0), (np.uint64(2**63), 3),
+        (np.uint32(2**32 - 1), 3), (np.uint8(2), 2), (jnp.uint32(2**31 + 5), 3), (jnp.uint8(2), 2), (jnp.int16(-1), 0),
+    ],
+)  # fmt: skip
+def test_num_reqs_of_any_integer_type_counts_right(num_reqs: Any, live: int) -> None:
+    # Every row reaches the boundary at 4 in its own column 0.
+    inputs = _inputs(
+        mamba_state_idx=jnp.zeros(3, jnp.int32),
+        num_accepted_tokens=jnp.full(3, 2, jnp.int32),
+        num_computed_tokens=jnp.full(3, 2, jnp.int32),
+        num_scheduled_tokens=jnp.full(3, 2, jnp.int32),
+    )
+    _, counter = _call([], inputs, num_reqs=num_reqs)
+    assert counter.tolist() == [1] * live + [2] * (3 - live)
+
+
+def test_no_slots_are_no_requests() -> None:
+    none = jnp.zeros(0, jnp.int32)
+    inputs = _inputs(**{field.name: none for field in dataclasses.fields(PostprocessInputs)})
+    (state,), counter = _call(inputs=inputs, idx_mapping=jnp.arange(3, dtype=jnp.int32))
+    assert counter.shape == (0,)
+    np.testing.assert_array_equal(state.conv, _STATE.conv)
+
+
+_MISFITS = {
+    "short_vector": {"inputs": _inputs(num_accepted_tokens=jnp.ones(7, jnp.int32)), "idx_mapping": _ids(3)},
+    "short_mapping": {"idx_mapping": _ids(2)},
+    "few_slots": {"inputs": _inputs(2)},
+    "group_without_a_table": {"states": [dataclasses.replace(_STATE, group=1)]},
+}
+
+
+@pytest.mark.parametrize("options", _MISFITS.values(), ids=_MISFITS)
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_disabled_assertions_open_no_way_out_of_range(options: dict[str, Any], implementation: str) -> None:
+    chex.disable_asserts()
+    try:
+        with pytest.raises(ValueError, match="the index arrays do not fit each other or the states"):
+            _call(**options | {"implementation": implementation})
+    finally:
+        chex.enable_asserts()
 
 
 def test_contracts_hold_at_trace_time_and_nothing_is_donated() -> None:
@@ -214,14 +366,16 @@ def test_array_given_twice_is_refused_by_both_paths() -> None:
     assert not pool.is_deleted()
 
 
-def test_vmap_is_refused() -> None:
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_vmap_over_tables_or_states_is_refused(implementation: str) -> None:
     tables = jnp.zeros((2, 3, 2), jnp.int32)
-
-    def step(tables: jax.Array) -> Any:
-        return postprocess_mamba([_STATE], _inputs(), tables, block_size=4, conv_layout="DS", implementation="xla")
-
+    options = {"block_size": 4, "conv_layout": "DS", "implementation": implementation}
+    states = [MambaState(temporal=_STATE.temporal)]
     with pytest.raises(NotImplementedError, match="vmap"):
-        jax.vmap(step)(tables)
+        jax.vmap(lambda tables: postprocess_mamba(states, _inputs(), tables, **options))(tables)
+    two_states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), states)
+    with pytest.raises(NotImplementedError, match="vmap"):
+        jax.vmap(lambda states: postprocess_mamba(states, _inputs(), tables[0], **options))(two_states)
 
 
 @pytest.mark.parametrize("states", [[], None, (None, None), {}])
@@ -244,11 +398,10 @@ def test_table_without_columns_moves_nothing() -> None:
     np.testing.assert_array_equal(state.conv, _STATE.conv)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("num_ctas", 0), ("ctas_per_sm", 0), ("stage_bytes", 1000), ("stage_bytes", 0)]
-)
-def test_kernel_config_checks_its_fields(field: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"KernelConfig.{field} must be .*, got {value}"):
+@pytest.mark.parametrize("field", ["num_ctas", "ctas_per_sm", "stage_bytes"])
+@pytest.mark.parametrize("value", [0, -2048, 1000.5, "8", True, 2**31])
+def test_kernel_config_checks_its_fields(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"KernelConfig\.{field} must be .*, got {value!r}"):
         KernelConfig(**{field: value})
 
 

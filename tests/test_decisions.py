@@ -9,7 +9,7 @@ from cases import IMPLEMENTATIONS, run
 
 from layouts import MambaState
 from pallas_kernels import PostprocessInputs
-from pallas_kernels.plan import Postprocess
+from pallas_kernels.plan import CopyBlocks, Postprocess, Preprocess, guarded
 
 
 class Row(NamedTuple):
@@ -61,9 +61,71 @@ def test_planner_decides_as_typed(row: Row, advanced: bool) -> None:
     assert bool(decision.copies) == (row.copy is not None)
     if row.copy:
         # In a table of one block per column, ids are columns.
-        ids = operation.block_ids(values, 0, lambda column: column, 100)
+        ids = operation.block_ids(values, 0, lambda column: column)
         assert (int(ids.conv_src), int(decision.offset), int(ids.dst)) == row.copy
         assert int(ids.temporal_src) == row.copy[0] + row.copy[1]
+
+
+@pytest.mark.parametrize(
+    ("idx", "accepted", "computed", "scheduled", "preserve", "new_idx", "counter", "copy"),
+    [
+        pytest.param(-1, 1, 0, 5, False, 0, 1, None, id="fresh_request_starts_in_column_0"),
+        pytest.param(0, 2, 10, 3, False, 0, 2, None, id="same_column_keeps_the_counter"),
+        pytest.param(0, 2, 15, 3, False, 1, 1, (0, 1, 1), id="next_column_moves_the_accepted_state"),
+        pytest.param(0, 2, 15, 3, True, 1, 2, (0, 1, 1), id="next_column_with_the_counter_preserved"),
+        pytest.param(0, 1, 15, 1, False, 0, 1, None, id="last_token_of_a_block_stays_in_it"),
+        pytest.param(0, 1, 16, 1, False, 1, 1, (0, 0, 1), id="first_token_of_a_block_moves"),
+        pytest.param(2, 0, 70, 1, False, 4, 1, (2, 0, 4), id="nothing_accepted_shifts_by_nothing"),
+        pytest.param(3, 1, 0, 5, False, 0, 1, (3, 0, 0), id="backwards"),
+        pytest.param(0, 1, -20, 1, False, -2, 1, (0, 0, -2), id="negative_counts_round_down"),
+    ],
+)
+def test_preprocess_planner_decides_as_typed(
+    idx: int,
+    accepted: int,
+    computed: int,
+    scheduled: int,
+    preserve: bool,
+    new_idx: int,
+    counter: int,
+    copy: tuple[int, int, int] | None,
+) -> None:
+    values = [jnp.int32(value) for value in (idx, accepted, computed, 7, 7 + scheduled)]
+    operation = Preprocess(16, preserve)
+    decision = operation.decide(values, jnp.bool_(True))
+    assert [int(update) for update in decision.updates] == [new_idx, counter]
+    assert bool(decision.copies) == (copy is not None)
+    if copy:
+        ids = operation.block_ids(values, 0, lambda column: column)
+        assert (int(ids.conv_src), int(decision.offset), int(ids.dst)) == copy
+        assert int(ids.temporal_src) == copy[0] + copy[1]
+    padding = operation.decide(values, jnp.bool_(False))
+    assert [int(update) for update in padding.updates] == [idx, accepted]
+    assert not padding.copies
+
+
+def test_copy_planner_takes_the_ids_of_each_group() -> None:
+    # Groups 0 and 2 are used: sources, destinations, temporal sources, offset.
+    operation = CopyBlocks((0, 2), has_temporal_src=True, has_offsets=True)
+    values = [jnp.int32(value) for value in (1, 2, 3, 4, 5, 6, 7)]
+    assert [int(block) for block in operation.block_ids(values, 2)] == [2, 6, 4]
+    assert int(operation.decide(values, jnp.bool_(True)).offset) == 7
+    plain = CopyBlocks((0,), has_temporal_src=False, has_offsets=False)
+    rows = [jnp.array([1, 5, 1]), jnp.array([2, 5, 2])]
+    assert plain.decide(rows, jnp.array([True, True, False])).copies.tolist() == [True, False, False]
+
+
+def test_columns_outside_the_table_give_no_block() -> None:
+    table = jnp.array([10, 11, 12])
+    look_up = guarded(lambda column: table[column], 3)
+    assert [int(look_up(jnp.int32(column))) for column in (-(2**31), -1, 0, 2, 3, 2**31 - 1)] == [
+        -1,
+        -1,
+        10,
+        12,
+        -1,
+        -1,
+    ]
 
 
 def test_planner_leaves_padding_alone() -> None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, IMPLEMENTATIONS, Conv, Layer, Temporal, random_arguments, random_states
+from cases import CASES, IMPLEMENTATIONS, OPERATIONS, Conv, Layer, Temporal, random_arguments, random_states
 
 from layouts import ConvStateLayout, MambaState
 from pallas_kernels import PostprocessInputs, postprocess_mamba
@@ -68,12 +68,24 @@ def test_compiled_step_aliases_every_pool_and_does_nothing_pool_sized(implementa
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["DS", "SD"])
-def test_step_is_exactly_one_kernel(layout: str) -> None:
-    hlo = _compile(_pools(layout), layout, None).as_text()
+@pytest.mark.parametrize("name", ["small_pools", "padded_batch", "pre", "copy", "mapped", "pre_mapped"])
+def test_step_is_exactly_one_kernel_and_a_gather_when_mapped(name: str, layout: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    arguments, options = random_arguments(case)
+    mapping, count = options.pop("idx_mapping", None), options.pop("num_reqs", None)
+    options.pop("num_copies", None)
+
+    def step(states: Any, arguments: Any, mapping: Any, count: Any) -> Any:
+        traced = {"idx_mapping": mapping, "num_reqs": count}
+        traced = {name: value for name, value in traced.items() if value is not None}
+        return OPERATIONS[case.operation][0](states, *arguments, conv_layout=layout, **traced, **options)
+
+    operands = jax.tree.map(jnp.asarray, (_pools(layout, 64), arguments, mapping, count))
+    hlo = jax.jit(step, donate_argnums=0).lower(*operands).compile().as_text()
     entry = hlo.split("ENTRY ")[1]
-    opcodes = re.findall(r"= (?:\([^=]*\)|\S+) ([\w-]+)\(", entry)
+    opcodes = re.findall(r"^\s*(?:ROOT )?%?\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", entry, re.MULTILINE)
     kernels = [op for op in opcodes if op not in {"parameter", "bitcast", "get-tuple-element", "tuple", "constant"}]
-    assert kernels == ["custom-call"]
+    assert kernels == (["fusion", "custom-call"] if mapping is not None else ["custom-call"])
     assert "mosaic_gpu" in entry
 
 

@@ -1,11 +1,15 @@
 """Random shapes, types and values against the oracle."""
 
+import math
+
 import hypothesis
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import IMPLEMENTATIONS, Case, Conv, Layer, Temporal, check_case, random_bits
 from hypothesis import strategies as st
+
+from pallas_kernels import KernelConfig
 
 _SETTINGS = hypothesis.settings(deadline=None, derandomize=True, database=None, max_examples=40)
 
@@ -18,11 +22,11 @@ _KERNEL_DTYPES = [
 
 
 def _layer(dtypes: list[np.dtype], multiple_of: int) -> st.SearchStrategy[Layer]:
-    """Layers of any shape whose blocks hold a multiple of `multiple_of` elements."""
+    """Layers of any shape whose blocks hold a multiple of `multiple_of` elements, conv rows not always."""
     conv = st.builds(
-        lambda dim, state_len, dtype: Conv(dim * multiple_of, state_len, dtype),
-        st.integers(1, 24),
-        st.integers(1, 8),
+        lambda dim, state_len, dtype: Conv(dim * multiple_of // math.gcd(multiple_of, state_len), state_len, dtype),
+        st.integers(1, 160),
+        st.integers(1, 16),
         st.sampled_from(dtypes),
     )
     temporal = st.builds(
@@ -62,6 +66,7 @@ def _case(dtypes: list[np.dtype], multiple_of: int) -> st.SearchStrategy[Case]:
         mapped=st.booleans(),
         preserve_accepted=st.booleans(),
         optional_ids=st.booleans(),
+        config=st.sampled_from([KernelConfig(num_ctas=2, stage_bytes=size) for size in (2048, 16384)]),
         seed=st.integers(0, 2**16),
     )
 
