@@ -52,7 +52,16 @@ from pallas_kernels.tile_copy_mgpu import (
     copy_token_rows,
     copy_whole_block,
 )
-from pallas_kernels.tiling import LANES, PoolGroup, ShiftedRows, TokenRows, WholeBlocks, group_pools, round_up
+from pallas_kernels.tiling import (
+    LANES,
+    LINE_BYTES,
+    PoolGroup,
+    ShiftedRows,
+    TokenRows,
+    WholeBlocks,
+    group_pools,
+    round_up,
+)
 
 # Rows planned at once, at most: a longer batch is planned and copied in chunks.
 _MAX_ROWS = 512
@@ -215,7 +224,8 @@ class _Step:
             return plgpu.SMEM((elements,), dtype)
 
         return {
-            "rows_smem": plgpu.SMEM((len(self.views), self.chunk_rows + UNIT), jnp.int32),
+            # A vector may lie `UNIT` elements further; a whole line more keeps the rows on lines.
+            "rows_smem": plgpu.SMEM((len(self.views), self.chunk_rows + LINE_BYTES // 4), jnp.int32),
             "updates_smem": [plgpu.SMEM((self.chunk_rows,), jnp.int32) for _ in self.operation.updated],
             "counts_smem": plgpu.SMEM((2 * self.chunk_rows,), jnp.int32),
             # One stage per thread block; no tile has two types, so the types share the memory.

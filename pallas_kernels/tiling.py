@@ -17,6 +17,8 @@ from pallas_kernels.pools import Pool, StateKind
 
 # What a bulk copy moves a multiple of.
 COPY_UNIT_BYTES = 16
+# Bulk copies are several times slower where source and destination lie differently in a line of this size.
+LINE_BYTES = 128
 # One Pallas thread is a warpgroup, whose vectors hold a multiple of 128 elements.
 LANES = 128
 # A shift handles a tile in vectors of at most this many elements, to bound its registers.
@@ -161,29 +163,34 @@ def padded(tile: int) -> int:
     return round_up(tile, vector_size(tile))
 
 
-def _even_tile(extent: int, limit: int, multiple: int) -> int:
-    """A tile of at most about `limit` elements that cuts `extent` as evenly as `multiple` allows."""
+def _even_tile(extent: int, limit: int, row: int, itemsize: int) -> int:
+    """A tile of whole rows, at most about `limit` elements, that cuts `extent` as evenly as its alignment allows.
+
+    Tiles start on a line where a multiple of rows that does so is no larger than `limit`, else on a copy unit.
+    """
+    multiple = math.lcm(row, LINE_BYTES // math.gcd(LINE_BYTES, itemsize))
+    if multiple > limit:
+        multiple = math.lcm(row, COPY_UNIT_BYTES // math.gcd(COPY_UNIT_BYTES, itemsize))
     limit = max(limit // multiple, 1) * multiple
-    count = -(-extent // limit)
-    return min(round_up(-(-extent // count), multiple), extent)
+    count = num_tiles(extent, limit)
+    return min(round_up(num_tiles(extent, count), multiple), extent)
 
 
 def tile_blocks(pool: Pool, conv_layout: ConvStateLayout, stage_bytes: int) -> Tiling:
     """Cuts the blocks of `pool` so that a tile's stage takes about `stage_bytes`."""
-    unit = COPY_UNIT_BYTES // math.gcd(COPY_UNIT_BYTES, pool.dtype.itemsize)
-    budget = stage_bytes // pool.dtype.itemsize
+    itemsize = pool.dtype.itemsize
+    unit = COPY_UNIT_BYTES // math.gcd(COPY_UNIT_BYTES, itemsize)
+    budget = stage_bytes // itemsize
     size = pool.block_size
     if pool.kind is StateKind.TEMPORAL:
-        return TokenRows(num_tokens=1, extent=size, tile=_even_tile(size, budget, unit))
+        return TokenRows(num_tokens=1, extent=size, tile=_even_tile(size, budget, 1, itemsize))
     if conv_layout is ConvStateLayout.DS:
         state_len = pool.block_shape[1]
-        return ShiftedRows(
-            state_len=state_len, extent=size, tile=_even_tile(size, budget // 2, math.lcm(state_len, unit))
-        )
+        return ShiftedRows(state_len, extent=size, tile=_even_tile(size, budget // 2, state_len, itemsize))
     num_tokens, row = pool.block_shape
     if row % unit == 0 and num_tokens <= _MAX_BARRIERS and num_tokens * unit <= budget:
-        return TokenRows(num_tokens=num_tokens, extent=row, tile=_even_tile(row, budget // num_tokens, unit))
-    return WholeBlocks(row=row, extent=size, tile=_even_tile(size, budget // 3, unit), unit=unit)
+        return TokenRows(num_tokens, extent=row, tile=_even_tile(row, budget // num_tokens, 1, itemsize))
+    return WholeBlocks(row, extent=size, tile=_even_tile(size, budget // 3, 1, itemsize), unit=unit)
 
 
 @dataclasses.dataclass(frozen=True)
