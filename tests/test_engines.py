@@ -260,7 +260,8 @@ def test_slot_0_of_maxtext_is_a_real_one(here: str) -> None:
 
 
 def test_every_row_of_the_table_has_a_test() -> None:
-    lines = [line for line in README.splitlines() if line.startswith("| ")]
+    section = README.split("## Calling it from your engine")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
     assert len(TABLE) == len(lines) - 1  # without its head
     assert tested == TABLE.keys()
 
