@@ -151,9 +151,9 @@ CASES = [
         layouts=("SD",),
     ),
     Case(
-        "batch_of_three_chunks",
-        (Layer(Conv(8, 4), num_blocks=1100),),
-        batch=1027,
+        "batch_of_two_chunks",
+        (Layer(Conv(8, 4), num_blocks=1040),),
+        batch=518,
         columns=1,
         block_size=2,
         max_draft=1,
@@ -196,9 +196,9 @@ CASES = [
     Case("mapped_rubbish", _RUBBISH, mapped=True, extra_slots=4, tables="rubbish", batch=9, seed=6, layouts=("DS",)),
     Case("mapped_advanced", _SMALL, mapped=True, extra_slots=1, advanced=True, layouts=("SD",)),
     Case(
-        "mapped_in_three_chunks",
-        (Layer(Conv(8, 4), num_blocks=1100),),
-        batch=1027,
+        "mapped_in_two_chunks",
+        (Layer(Conv(8, 4), num_blocks=1040),),
+        batch=518,
         columns=1,
         block_size=2,
         max_draft=1,
@@ -234,7 +234,7 @@ CASES = [
     ),
     Case(
         "pre_in_two_chunks",
-        (Layer(Conv(8, 4), num_blocks=1100),),
+        (Layer(Conv(8, 4), num_blocks=1040),),
         operation="pre",
         batch=515,
         columns=2,
@@ -244,7 +244,7 @@ CASES = [
     ),
     Case(
         "copy_in_two_chunks",
-        (Layer(temporal=Temporal((4,)), num_blocks=1600, group=1), Layer(temporal=Temporal((8,)), num_blocks=1600)),
+        (Layer(temporal=Temporal((4,)), num_blocks=1600, group=1),),
         operation="copy",
         groups=2,
         batch=515,
