@@ -248,6 +248,8 @@ CASES = [
         operation="copy",
         groups=2,
         batch=515,
+        tables="aliased",
+        optional_ids=False,
         config=KernelConfig(num_ctas=1),
         layouts=("DS",),
     ),

@@ -63,7 +63,7 @@ def _model_states(model: MambaModel, layout: str, *, tp: int, layers: int, num_b
 def test_every_model_lowers_at_every_tensor_parallel_degree(name: str, layout: ConvStateLayout) -> None:
     inputs, tables = _request_shapes(batch=128, columns=8)
     for tp in (1, 2, 4, 8):
-        states = _model_states(MODELS[name], layout.name, tp=tp, layers=2, num_blocks=64)
+        states = _model_states(MODELS[name], layout.name, tp=tp, layers=1, num_blocks=64)
         text = _lower(postprocess_mamba, states, inputs, tables, block_size=16, conv_layout=layout)
         assert text.count("custom_call @mosaic_gpu") == 1
 
