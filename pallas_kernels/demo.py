@@ -34,8 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.num_reqs < 1:
         parser.error(f"--num-reqs must be positive, got {args.num_reqs}")
 
-    entry = model(args.model)
     device = jax.devices()[0]
+    if args.implementation == MOSAIC_GPU and device.platform != "gpu":
+        parser.error(f"--implementation {MOSAIC_GPU} needs a GPU, and the first device here is {device.device_kind}")
+
+    entry = model(args.model)
     print(f"{entry}: {entry.num_layers} layers, {args.layout} layout, on {device.device_kind}")
     agrees = _run_step(
         entry, args.layout, args.num_reqs, num_layers=entry.num_layers, tp=1, implementation=args.implementation

@@ -1,9 +1,10 @@
-"""The request vectors inside the Mosaic GPU kernel: fetch, write back, and number the rows that copy.
+"""The request vectors of the Mosaic GPU kernel: collect, fetch, write back, and number the rows that copy.
 
 Rows are handled in chunks of a static size, of which the last may be smaller. Bulk copies bring
 whole units of four int32; the few elements behind them go one by one.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,9 +14,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.plan import View
+from pallas_kernels.plan import Request, View, gather_slots
 from pallas_kernels.tile_copy_mgpu import bulk_load, bulk_store
-from pallas_kernels.tiling import COPY_UNIT_BYTES
+from pallas_kernels.tiling import COPY_UNIT_BYTES, round_up
 
 # int32 elements of one copy unit. A vector that starts inside a unit is fetched from the unit's
 # start, so its rows lie up to this many elements further in shared memory.
@@ -23,6 +24,29 @@ UNIT = COPY_UNIT_BYTES // 4
 
 Ref = Any
 Index = Any
+
+
+def collect_vectors(request: Request, views: Sequence[View]) -> tuple[tuple[jax.Array, ...], tuple[View, ...]]:
+    """The arrays that the kernel reads rows from, and a view of each value; the slots last, if mapped.
+
+    Mosaic GPU has no gather, so under an `idx_mapping` XLA brings the slot vectors into batch order,
+    all in one array to stay one small kernel.
+    """
+    if request.idx_mapping is None:
+        arrays = request.slot_vectors
+        slot_views = [View(i, 0, vector.shape[0]) for i, vector in enumerate(arrays)]
+        mapping = ()
+    else:
+        num_rows = request.idx_mapping.shape[0]
+        stride = round_up(num_rows, UNIT)
+        padded = jnp.pad(request.idx_mapping, (0, stride - num_rows))
+        arrays = (jnp.concatenate(gather_slots(request.slot_vectors, padded)),)
+        slot_views = [View(0, i * stride, num_rows) for i in range(len(request.slot_vectors))]
+        mapping = (request.idx_mapping,)
+    row_views = [dataclasses.replace(view, array=len(arrays) + view.array) for view in views]
+    arrays = (*arrays, *request.row_arrays, *mapping)
+    mapping_views = [View(len(arrays) - 1, 0, vector.shape[0]) for vector in mapping]
+    return arrays, (*slot_views, *row_views, *mapping_views)
 
 
 def row_layout(length: int) -> Any:

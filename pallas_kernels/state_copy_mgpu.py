@@ -29,13 +29,12 @@ from pallas_kernels.plan import (
     Request,
     View,
     blocks_usable,
-    gather_slots,
     guarded,
     window_moves,
 )
 from pallas_kernels.pools import Pool, StateKind
 from pallas_kernels.rows_mgpu import (
-    UNIT,
+    collect_vectors,
     copy_vector,
     count_copying,
     fetch_rows,
@@ -60,7 +59,6 @@ from pallas_kernels.tiling import (
     TokenRows,
     WholeBlocks,
     group_pools,
-    round_up,
 )
 
 # Rows planned at once, at most: a longer batch is planned and copied in chunks.
@@ -102,7 +100,7 @@ def move_states(
       The leaves after the copies (aliases of the donated ones) and the slot vectors that the
       operation updates, int32 `[S]` each.
     """
-    arrays, all_views = _collect_vectors(request, views)
+    arrays, all_views = collect_vectors(request, views)
     mapped = request.idx_mapping is not None
     num_reqs = jnp.int32(num_rows) if request.num_reqs is None else request.num_reqs
     old = tuple(request.slot_vectors[index] for index in operation.updated)
@@ -133,29 +131,6 @@ def move_states(
         refs,
     )
     return [jax.freeze(ref).reshape(leaf.shape) for ref, leaf in zip(refs, leaves, strict=True)], tuple(updated)
-
-
-def _collect_vectors(request: Request, views: Sequence[View]) -> tuple[tuple[jax.Array, ...], tuple[View, ...]]:
-    """The arrays that the kernel reads rows from, and a view of each value; the slots last, if mapped.
-
-    Mosaic GPU has no gather, so under an `idx_mapping` XLA brings the slot vectors into batch order,
-    all in one array to stay one small kernel.
-    """
-    if request.idx_mapping is None:
-        arrays = request.slot_vectors
-        slot_views = [View(i, 0, vector.shape[0]) for i, vector in enumerate(arrays)]
-        mapping = ()
-    else:
-        num_rows = request.idx_mapping.shape[0]
-        stride = round_up(num_rows, UNIT)
-        padded = jnp.pad(request.idx_mapping, (0, stride - num_rows))
-        arrays = (jnp.concatenate(gather_slots(request.slot_vectors, padded)),)
-        slot_views = [View(0, i * stride, num_rows) for i in range(len(request.slot_vectors))]
-        mapping = (request.idx_mapping,)
-    row_views = [dataclasses.replace(view, array=len(arrays) + view.array) for view in views]
-    arrays = (*arrays, *request.row_arrays, *mapping)
-    mapping_views = [View(len(arrays) - 1, 0, vector.shape[0]) for vector in mapping]
-    return arrays, (*slot_views, *row_views, *mapping_views)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +199,7 @@ class _Step:
             return plgpu.SMEM((elements,), dtype)
 
         return {
-            # A vector may lie `UNIT` elements further; a whole line more keeps the rows on lines.
+            # A vector may start inside a copy unit; a whole line more keeps the rows on lines.
             "rows_smem": plgpu.SMEM((len(self.views), self.chunk_rows + LINE_BYTES // 4), jnp.int32),
             "updates_smem": [plgpu.SMEM((self.chunk_rows,), jnp.int32) for _ in self.operation.updated],
             "counts_smem": plgpu.SMEM((2 * self.chunk_rows,), jnp.int32),

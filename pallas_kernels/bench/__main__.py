@@ -46,20 +46,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.bench",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--models", nargs="+", default=["qwen3.5-9b"], choices=MODELS, metavar="NAME")
     parser.add_argument("--layouts", nargs="+", default=["DS"], choices=["DS", "SD"])
-    parser.add_argument("--operation", default="post", choices=OPERATIONS)
+    parser.add_argument("--operation", default="post", choices=OPERATIONS, help="postprocess, preprocess or copy")
     parser.add_argument("--tp", default=1, type=int, help="tensor-parallel degree")
     parser.add_argument("--num-reqs", default=128, type=int, help="requests in the batch")
     parser.add_argument("--copying", nargs="+", default=[0, 1, 8, 32], type=int, help="how many of them copy")
     parser.add_argument("--offset", default=1, type=int, help="tokens by which windows shift")
-    parser.add_argument("--contenders", nargs="+", default=["mosaic_gpu", "limit"], choices=NAMES)
-    parser.add_argument("--iterations", default=20, type=int)
+    on_gpu = jax.devices()[0].platform == "gpu"
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        default=["mosaic_gpu" if on_gpu else "xla", "limit"],
+        choices=NAMES,
+        help="idiom: gathers and scatters of the whole batch; limit: an elementwise pass over as many bytes",
+    )
+    parser.add_argument("--iterations", default=20, type=int, help="calls to take the median of")
     for name in ("num-ctas", "ctas-per-sm", "stage-bytes"):
         parser.add_argument(f"--{name}", type=int, help="see KernelConfig")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if max(args.copying) > args.num_reqs or min(args.copying) < 0:
+        parser.error(f"--copying must lie in 0..--num-reqs = {args.num_reqs}, got {args.copying}")
+    if "mosaic_gpu" in args.contenders and not on_gpu:
+        parser.error(
+            f"the contender mosaic_gpu needs a GPU, and the first device here is {jax.devices()[0].device_kind}"
+        )
+    return args
 
 
 def _bench_model(
