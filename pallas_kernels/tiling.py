@@ -17,7 +17,8 @@ from pallas_kernels.pools import Pool, StateKind
 
 # What a bulk copy moves a multiple of.
 COPY_UNIT_BYTES = 16
-# Bulk copies are several times slower where source and destination lie differently in a line of this size.
+# Source and destination of a bulk copy should lie alike in a line of this size: with request vectors
+# that did not, a launch that copies nothing took 3.3 us instead of 1.7 (H200, JAX 0.11.2, 2026-11-29).
 LINE_BYTES = 128
 # One Pallas thread is a warpgroup, whose vectors hold a multiple of 128 elements.
 LANES = 128
