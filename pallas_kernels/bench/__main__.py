@@ -1,141 +1,174 @@
-"""Times one operation on a model's states, for several numbers of copying requests."""
+"""Verifies and times one or more operations on the states of models."""
 
 import argparse
 import dataclasses
-import datetime
+import itertools
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
 
 from layouts import MODELS, model
-from pallas_kernels.bench.contenders import NAMES, OPERATIONS, make_limit, make_step
-from pallas_kernels.bench.timing import METHODS, median_seconds
+from pallas_kernels.bench.contenders import CONTENDERS, OPERATIONS
+from pallas_kernels.bench.measure import Bench, WrongResultError
+from pallas_kernels.bench.report import Reporter, environment, headline, record
+from pallas_kernels.bench.vllm import VllmKernels, VllmUnavailableError, load_kernels
 from pallas_kernels.bench.workload import Workload
 from pallas_kernels.config import KernelConfig
+
+PUBLISHED_MODELS = ("qwen3.5-9b", "nemotron-3-super-120b-a12b")
+_PUBLISHED_NUM_REQS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark and returns its exit status: 1 when a contender gives a wrong result."""
-    args = _parse(argv)
-    device = jax.devices()[0]
-    config = KernelConfig(
-        **{name: value for name in ("num_ctas", "ctas_per_sm", "stage_bytes") if (value := getattr(args, name))}
-    )
-    method = METHODS.get(device.platform, METHODS["cpu"])
-    print(f"{device.device_kind}, JAX {jax.__version__}, {datetime.date.today()}; {method} of {args.iterations}")
-    rows, status = [], 0
-    for name in args.models:
-        for layout in args.layouts:
-            status |= _bench_model(name, layout, args, config, rows)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    config = config_from(args)
+    vllm = vllm_from(parser, args)
+    _check(parser, args, vllm)
+    groups = [list(group) for group in _workloads(args)]
+    reporter = Reporter(sum(len(group) for group in groups) * len(args.contenders))
+    where = environment(vllm.version if vllm else None)
+    reporter.say(headline(where))
+    bench = Bench(reporter, iterations=args.iterations, vllm=vllm)
+    try:
+        for group in groups:
+            bench.measure(group, args.contenders, config)
+    except WrongResultError as error:
+        reporter.say(str(error))
+        return 1
+    finally:
+        reporter.clear()
     if args.json:
-        record = {
-            "device": device.device_kind,
-            "jax": jax.__version__,
-            "date": str(datetime.date.today()),
-            "method": method,
-            "config": dataclasses.asdict(config),
-            "rows": rows,
-        }
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
-    return status
+        write_json(args.json, record(where, bench.rows, config=dataclasses.asdict(config)))
+    return 0
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say how to measure, not what."""
+    parser.add_argument(
+        "--vllm",
+        metavar="PATH",
+        help="vLLM's package folder, wheel, or the one file vllm/v1/worker/mamba_utils.py (as of 0.33), with Triton "
+        "and torch installed; its kernels cover postprocess and preprocess",
+    )
+    parser.add_argument("--iterations", default=20, type=_count, help="calls to take the median of")
+    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    for field in dataclasses.fields(KernelConfig):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, help="see KernelConfig")
+
+
+def config_from(args: argparse.Namespace) -> KernelConfig:
+    """Returns the tuning knobs that the command line sets."""
+    names = [field.name for field in dataclasses.fields(KernelConfig)]
+    return KernelConfig(**{name: value for name in names if (value := getattr(args, name)) is not None})
+
+
+def vllm_from(parser: argparse.ArgumentParser, args: argparse.Namespace) -> VllmKernels | None:
+    """Returns the kernels that `--vllm` names; ends the program when they cannot be had."""
+    if args.vllm is None:
+        return None
+    if jax.devices()[0].platform != "gpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        parser.error("--vllm needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1) to check results without one")
+    try:
+        return load_kernels(args.vllm)
+    except VllmUnavailableError as error:
+        parser.error(str(error))
+
+
+def write_json(file: str, content: object) -> None:
+    """Writes a record."""
+    Path(file).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError("a median needs at least 2")
+    return value
+
+
+def _offset(text: str) -> int | None:
+    """A number of tokens, or None for "max"."""
+    return None if text == "max" else int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.bench",
         description=__doc__,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    on_gpu = jax.devices()[0].platform == "gpu"
     parser.add_argument("--models", nargs="+", default=["qwen3.5-9b"], choices=MODELS, metavar="NAME")
     parser.add_argument("--layouts", nargs="+", default=["DS"], choices=["DS", "SD"])
-    parser.add_argument("--operation", default="post", choices=OPERATIONS, help="postprocess, preprocess or copy")
+    parser.add_argument(
+        "--operation", nargs="+", default=["post"], choices=OPERATIONS, help="postprocess, preprocess or copy"
+    )
     parser.add_argument("--tp", default=1, type=int, help="tensor-parallel degree")
-    parser.add_argument("--num-reqs", default=128, type=int, help="requests in the batch")
+    parser.add_argument("--num-reqs", nargs="+", default=[128], type=int, help="requests in the batch")
     parser.add_argument("--copying", nargs="+", default=[0, 1, 8, 32], type=int, help="how many of them copy")
-    parser.add_argument("--offset", default=1, type=int, help="tokens by which windows shift")
-    on_gpu = jax.devices()[0].platform == "gpu"
+    parser.add_argument(
+        "--offsets",
+        nargs="+",
+        default=[1],
+        type=_offset,
+        help="tokens by which windows shift; max: as many as the model has draft tokens",
+    )
+    parser.add_argument(
+        "--published",
+        action="store_true",
+        help=f"as in vLLM's pull requests 48110 and 49436: all of {_PUBLISHED_NUM_REQS[0]} to "
+        f"{_PUBLISHED_NUM_REQS[-1]} requests copy block 2i to 2i+1 without a shift; {' and '.join(PUBLISHED_MODELS)}",
+    )
     parser.add_argument(
         "--contenders",
         nargs="+",
-        default=["mosaic_gpu" if on_gpu else "xla", "limit"],
-        choices=NAMES,
-        help="idiom: gathers and scatters of the whole batch; limit: an elementwise pass over as many bytes",
+        choices=CONTENDERS,
+        help="; ".join(f"{name}: {meaning}" for name, meaning in CONTENDERS.items())
+        + f" (default: {'mosaic_gpu' if on_gpu else 'xla'}, limit, and vllm where --vllm says where it is)",
     )
-    parser.add_argument("--iterations", default=20, type=int, help="calls to take the median of")
-    for name in ("num-ctas", "ctas-per-sm", "stage-bytes"):
-        parser.add_argument(f"--{name}", type=int, help="see KernelConfig")
-    parser.add_argument("--json", metavar="FILE", help="also write the results there")
-    args = parser.parse_args(argv)
-    if max(args.copying) > args.num_reqs or min(args.copying) < 0:
-        parser.error(f"--copying must lie in 0..--num-reqs = {args.num_reqs}, got {args.copying}")
-    if "mosaic_gpu" in args.contenders and not on_gpu:
-        parser.error(
-            f"the contender mosaic_gpu needs a GPU, and the first device here is {jax.devices()[0].device_kind}"
-        )
-    return args
+    add_run_options(parser)
+    return parser
 
 
-def _bench_model(
-    name: str, layout: str, args: argparse.Namespace, config: KernelConfig, rows: list[dict[str, Any]]
-) -> int:
-    """Verifies and times every contender on one model; appends to `rows` and returns the exit status."""
-    most = Workload(model(name), layout, args.tp, args.operation, args.num_reqs, max(args.copying), args.offset)
-    print(f"\n{name}, {layout}, {args.operation}, TP {args.tp}, offset {args.offset}, {args.num_reqs} requests")
-    print(f"{'copying':>8} {'contender':>12} {'time us':>12} {'GB/s':>8} {'of limit':>8} {'kernels':>8}")
-    for contender in args.contenders:
-        if contender != "limit" and not _is_right(contender, most, config):
-            print(f"{contender} gives a WRONG result")
-            return 1
-    states = most.states()
-    for num_copying in args.copying:
-        workload = dataclasses.replace(most, num_copying=num_copying)
-        limit = None
-        for contender in sorted(args.contenders, key=lambda contender: contender != "limit"):
-            if contender == "limit":
-                step, *operands = make_limit(workload)
-            else:
-                step, operands = make_step(contender, workload, config), [states, *workload.arguments()]
-            seconds, kernels = median_seconds(step, *operands, iterations=args.iterations)
-            limit = seconds if contender == "limit" else limit
-            speed = workload.bytes_moved / seconds / 1e9
-            share = f"{limit / seconds:.1%}" if limit and num_copying else "-"
-            print(
-                f"{num_copying:>8} {contender:>12} {seconds * 1e6:>12.2f} {speed:>8.0f} {share:>8} {kernels:>8}",
-                flush=True,
-            )
-            rows.append(
-                {
-                    "model": name,
-                    "layout": layout,
-                    "operation": args.operation,
-                    "tp": args.tp,
-                    "offset": args.offset,
-                    "num_reqs": args.num_reqs,
-                    "copying": num_copying,
-                    "contender": contender,
-                    "seconds": seconds,
-                    "bytes": workload.bytes_moved,
-                    "kernels": kernels,
-                }
-            )
-    return 0
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace, vllm: VllmKernels | None) -> None:
+    """Refuses what cannot be measured, and fills in what depends on other options."""
+    device = jax.devices()[0]
+    if args.contenders is None:
+        args.contenders = [*(["vllm"] if vllm else []), "limit", "mosaic_gpu" if device.platform == "gpu" else "xla"]
+    if "mosaic_gpu" in args.contenders and device.platform != "gpu":
+        parser.error(f"the contender mosaic_gpu needs a GPU, and the first device here is {device.device_kind}")
+    if "vllm" in args.contenders:
+        if vllm is None:
+            parser.error("the contender vllm needs --vllm PATH: this project does not bring vLLM along")
+        if missing := [operation for operation in args.operation if operation not in vllm.operations]:
+            parser.error(f"vLLM has no kernel for --operation {missing[0]}, only for {', '.join(vllm.operations)}")
+    if args.published:
+        args.models, args.num_reqs, args.offsets = list(PUBLISHED_MODELS), list(_PUBLISHED_NUM_REQS), [0]
+    elif max(args.copying) > min(args.num_reqs) or min(args.copying) < 0:
+        parser.error(f"--copying must lie in 0..--num-reqs = {min(args.num_reqs)}, got {args.copying}")
+    for name in args.models:
+        for offset in args.offsets:
+            if offset is not None and not 0 <= offset < model(name).state_len:
+                parser.error(f"--offsets must lie in 0..{model(name).state_len - 1} for {name}, got {offset}")
 
 
-def _is_right(contender: str, workload: Workload, config: KernelConfig) -> bool:
-    """Compares every byte of two layers, and of up to four copying requests, with the oracle."""
-    small = dataclasses.replace(workload, num_copying=min(workload.num_copying, 4))
-    states, arguments = small.states(num_layers=2), small.arguments()
-    before = jax.tree.map(lambda ref: np.asarray(ref[...]), states)
-    make_step(contender, small, config)(states, *arguments)
-    reference = OPERATIONS[small.operation][1](before, *jax.tree.map(np.asarray, arguments), **small.static_options)
-    want = jax.tree.leaves(reference if small.operation == "copy" else reference[0])
-    got = [np.asarray(ref[...]) for ref in jax.tree.leaves(states)]
-    return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip(got, want, strict=True))
+def _workloads(args: argparse.Namespace) -> Iterable[Iterable[Workload]]:
+    """The workloads in groups that share their pools."""
+    for name, layout in itertools.product(args.models, args.layouts):
+        kind = model(name)
+        offsets = dict.fromkeys(kind.num_spec if offset is None else offset for offset in args.offsets)
+        cases = itertools.product(args.operation, offsets, args.num_reqs)
+        yield [
+            Workload(kind, layout, args.tp, operation, num_reqs, num_copying, offset, args.published)
+            for operation, offset, num_reqs in cases
+            for num_copying in ([num_reqs] if args.published else args.copying)
+        ]
 
 
 if __name__ == "__main__":

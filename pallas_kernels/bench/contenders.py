@@ -1,4 +1,4 @@
-"""Who is timed: our implementations, the idiom users write today, and the memory limit."""
+"""Who is timed: our implementations, the idiom users write today, and the bounds."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from layouts import ConvStateLayout, MambaState
-from pallas_kernels.bench.workload import Workload
+from pallas_kernels.bench.workload import BLOCK_SIZE, Workload
 from pallas_kernels.config import KernelConfig
 from pallas_kernels.state_copy import copy_mamba_blocks, postprocess_mamba, preprocess_mamba
 from pallas_kernels.state_copy_ref import copy_mamba_blocks_ref, postprocess_mamba_ref, preprocess_mamba_ref
@@ -18,48 +18,89 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "pre": (preprocess_mamba, preprocess_mamba_ref),
     "copy": (copy_mamba_blocks, copy_mamba_blocks_ref),
 }
-NAMES = ("mosaic_gpu", "xla", "idiom", "limit")
+# In the order in which they run. The first has the pools as arrays, before they become refs.
+CONTENDERS = {
+    "vllm": "vLLM's Triton kernel, see --vllm",
+    "limit": "an elementwise pass over as many bytes",
+    "empty": "a jitted call that takes the same pools and leaves them as they are",
+    "mosaic_gpu": "ours, Pallas",
+    "xla": "ours, XLA",
+    "idiom": "gathers and scatters of the whole batch, as one writes them without a kernel",
+}
+# What these do is no copy, so there is nothing to verify.
+BOUNDS = ("limit", "empty")
 
 
-def make_step(name: str, workload: Workload, config: KernelConfig | None) -> Callable[..., Any]:
-    """Returns a jitted function of `(states, *arguments)` that updates refs and returns something small."""
+def make_step(name: str, workload: Workload, config: KernelConfig) -> Callable[..., Any]:
+    """Returns a jitted function of `(states, *arguments)` that updates refs and returns something small.
+
+    Workloads of the same shapes get the same function, which so is compiled once.
+    """
+    return _make_step(name, workload.operation, tuple(workload.static_options.items()), config)
+
+
+@functools.cache
+def _make_step(name: str, operation: str, options: tuple[tuple[str, Any], ...], config: KernelConfig) -> Any:
     if name == "idiom":
-        return jax.jit(functools.partial(_idiom, workload))
-    operation, _ = OPERATIONS[workload.operation]
+        return jax.jit(functools.partial(_idiom, operation, dict(options)["conv_layout"]))
+    if name == "empty":
+        return jax.jit(_empty)
+    run, _ = OPERATIONS[operation]
 
     def step(states: Any, *arguments: Any) -> Any:
-        out = operation(states, *arguments, implementation=name, config=config, **workload.static_options)
+        out = run(states, *arguments, implementation=name, config=config, **dict(options))
         # The refs are up to date; a jitted function cannot return them.
-        return [jnp.int32(0)] if workload.operation == "copy" else list(out[1:])
+        return [jnp.int32(0)] if operation == "copy" else list(out[1:])
 
     return jax.jit(step)
 
 
-def make_limit(workload: Workload) -> tuple[Callable[..., Any], Any]:
-    """Returns an elementwise pass over as many bytes as the step moves, read and written in place, and its operand."""
+@functools.cache
+def limit_step() -> Callable[..., Any]:
+    """Returns a jitted elementwise pass over a ref, in place: each byte is read and written once."""
 
     def scale(ref: Any) -> jax.Array:
         ref[...] = ref[...] * 1.0000001
         return jnp.int32(0)
 
-    return jax.jit(scale), jax.new_ref(jnp.ones((max(workload.bytes_moved // 8, 1),), jnp.float32))
+    return jax.jit(scale)
 
 
-def _idiom(workload: Workload, states: list[MambaState], *arguments: Any) -> Any:
+def limit_operand(num_bytes: int) -> Any:
+    """Returns what `limit_step` passes over so that it moves `num_bytes`, read and written."""
+    return jax.new_ref(jnp.ones((max(num_bytes // 8, 1),), jnp.float32))
+
+
+def _empty(states: list[MambaState], *arguments: Any) -> Any:
+    """Takes and gives back every pool. A ref that is only read would be no operand of the compiled call."""
+    for ref in jax.tree.leaves(states):
+        ref[...] = ref[...]
+    return [jnp.int32(0)]
+
+
+def _idiom(operation: str, layout: str, states: list[MambaState], *arguments: Any) -> Any:
     """Whole-batch gather, shift, select and scatter for each pool, as one writes it without a kernel."""
-    if workload.operation == "copy":
+    if operation == "copy":
         src, dst, offset, temporal = arguments
         copies = src != dst
     else:
         inputs, table = arguments
         rows = jnp.arange(table.shape[0])
-        post = workload.operation == "post"
-        copies = inputs.num_accepted_tokens > 0
-        idx, dst_col = (1, 0) if post else (0, workload.offset + 1)
-        copies = inputs.mamba_state_idx == 1 if post else inputs.num_computed_tokens > 3
-        offset = jnp.where(copies, inputs.num_accepted_tokens - 1, 0)
-        src, dst, temporal = table[rows, idx], table[rows, dst_col], table[rows, idx + offset]
-    token_axis = ConvStateLayout(workload.layout).token_axis
+        accepted = inputs.num_accepted_tokens
+        if operation == "post":
+            running = inputs.num_computed_tokens + inputs.num_scheduled_tokens - inputs.num_draft_tokens
+            aligned = (running + accepted - 1) // BLOCK_SIZE * BLOCK_SIZE
+            copies, offset, dst_col = aligned >= running, aligned - running, aligned // BLOCK_SIZE - 1
+        else:
+            scheduled = jnp.diff(inputs.query_start_loc)
+            dst_col = (inputs.num_computed_tokens + scheduled - 1) // BLOCK_SIZE
+            copies, offset = dst_col != inputs.mamba_state_idx, accepted - 1
+        offset = jnp.where(copies, offset, 0)
+        src = table[rows, inputs.mamba_state_idx]
+        # A row that does not copy writes what it reads, to the null block.
+        dst = jnp.where(copies, table[rows, dst_col], 0)
+        temporal = table[rows, inputs.mamba_state_idx + offset]
+    token_axis = ConvStateLayout(layout).token_axis
 
     def moved(ref: Any, source: jax.Array, shift: bool) -> None:
         pool = ref[...]
