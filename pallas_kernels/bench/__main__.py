@@ -3,19 +3,25 @@
 import argparse
 import dataclasses
 import itertools
-import json
-import os
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import jax
 
 from layouts import MODELS, model
 from pallas_kernels.bench.contenders import CONTENDERS, OPERATIONS
+from pallas_kernels.bench.first_call import first_call
 from pallas_kernels.bench.measure import Bench, WrongResultError
+from pallas_kernels.bench.options import (
+    add_output_options,
+    add_run_options,
+    check_output_options,
+    config_from,
+    vllm_from,
+    write_outputs,
+)
 from pallas_kernels.bench.report import Reporter, environment, headline, record
-from pallas_kernels.bench.vllm import VllmKernels, VllmUnavailableError, load_kernels
+from pallas_kernels.bench.vllm import VllmKernels
 from pallas_kernels.bench.workload import Workload
 from pallas_kernels.config import KernelConfig
 
@@ -30,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = config_from(args)
     vllm = vllm_from(parser, args)
     _check(parser, args, vllm)
+    if args.first_call:
+        return _first_calls(args, config)
     groups = [list(group) for group in _workloads(args)]
     reporter = Reporter(sum(len(group) for group in groups) * len(args.contenders))
     where = environment(vllm.version if vllm else None)
@@ -43,53 +51,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         reporter.clear()
-    if args.json:
-        write_json(args.json, record(where, bench.rows, config=dataclasses.asdict(config)))
+    write_outputs(args, record(where, bench.rows, config=dataclasses.asdict(config)))
     return 0
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say how to measure, not what."""
-    parser.add_argument(
-        "--vllm",
-        metavar="PATH",
-        help="vLLM's package folder, wheel, or the one file vllm/v1/worker/mamba_utils.py (as of 0.33), with Triton "
-        "and torch installed; its kernels cover postprocess and preprocess",
-    )
-    parser.add_argument("--iterations", default=20, type=_count, help="calls to take the median of")
-    parser.add_argument("--json", metavar="FILE", help="also write the results there")
-    for field in dataclasses.fields(KernelConfig):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, help="see KernelConfig")
-
-
-def config_from(args: argparse.Namespace) -> KernelConfig:
-    """Returns the tuning knobs that the command line sets."""
-    names = [field.name for field in dataclasses.fields(KernelConfig)]
-    return KernelConfig(**{name: value for name in names if (value := getattr(args, name)) is not None})
-
-
-def vllm_from(parser: argparse.ArgumentParser, args: argparse.Namespace) -> VllmKernels | None:
-    """Returns the kernels that `--vllm` names; ends the program when they cannot be had."""
-    if args.vllm is None:
-        return None
-    if jax.devices()[0].platform != "gpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        parser.error("--vllm needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1) to check results without one")
-    try:
-        return load_kernels(args.vllm)
-    except VllmUnavailableError as error:
-        parser.error(str(error))
-
-
-def write_json(file: str, content: object) -> None:
-    """Writes a record."""
-    Path(file).write_text(json.dumps(content, indent=1) + "\n")
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 2:
-        raise argparse.ArgumentTypeError("a median needs at least 2")
-    return value
+def _first_calls(args: argparse.Namespace, config: KernelConfig) -> int:
+    """Times first calls instead of steps."""
+    where = environment()
+    print(headline(where | {"method": "seconds on the host"}))
+    calls = []
+    names = [name for name in args.contenders if name in ("mosaic_gpu", "xla")]
+    for name, layout, implementation in itertools.product(args.models, args.layouts, names):
+        workload = Workload(model(name), layout, args.tp, args.operation[0], args.num_reqs[0], 0, 1)
+        for num_layers, stacked in itertools.product(args.layers or [workload.model.num_layers], (False, True)):
+            call = first_call(workload, num_layers, stacked=stacked, implementation=implementation, config=config)
+            calls.append(call)
+            print(f"{name}, {layout}: {call}", flush=True)
+    first_calls = [dataclasses.asdict(call) for call in calls]
+    write_outputs(args, record(where, [], config=dataclasses.asdict(config), first_calls=first_calls))
+    return 0
 
 
 def _offset(text: str) -> int | None:
@@ -132,13 +112,23 @@ def _parser() -> argparse.ArgumentParser:
         help="; ".join(f"{name}: {meaning}" for name, meaning in CONTENDERS.items())
         + f" (default: {'mosaic_gpu' if on_gpu else 'xla'}, limit, and vllm where --vllm says where it is)",
     )
-    add_run_options(parser)
+    parser.add_argument(
+        "--first-call",
+        action="store_true",
+        help="instead, the seconds to trace, lower and compile our step, with separate arrays and with stacked ones",
+    )
+    parser.add_argument("--layers", nargs="+", type=int, help="layers of a first call; without it, the model's own")
+    add_run_options(parser, iterations=20)
+    add_output_options(parser)
     return parser
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace, vllm: VllmKernels | None) -> None:
     """Refuses what cannot be measured, and fills in what depends on other options."""
+    check_output_options(parser, args)
     device = jax.devices()[0]
+    if args.first_call and args.plot:
+        parser.error("--plot draws times of steps, which --first-call does not measure")
     if args.contenders is None:
         args.contenders = [*(["vllm"] if vllm else []), "limit", "mosaic_gpu" if device.platform == "gpu" else "xla"]
     if "mosaic_gpu" in args.contenders and device.platform != "gpu":

@@ -24,6 +24,7 @@ class Row:
 
     Attributes:
       model, layout, tp, operation, num_reqs, copying, offset, paired: the workload.
+      conv_only: whether the model has no temporal state.
       contender: who ran it.
       num_ctas: thread blocks that ours was held to; None for as many as it likes.
       seconds: time of a step, by `timing.METHODS`.
@@ -33,6 +34,7 @@ class Row:
     """
 
     model: str
+    conv_only: bool
     layout: str
     tp: int
     operation: str
@@ -87,9 +89,13 @@ class Bench:
         contenders = [name for name in CONTENDERS if name in contenders]
         for name in contenders:
             if name not in BOUNDS:
-                for operation in dict.fromkeys(workload.operation for workload in workloads):
-                    self._verify(name, [w for w in workloads if w.operation == operation], config)
+                for workload in workloads:
+                    self._verify(name, workload, config)
         first = len(self.rows)
+        if "limit" in contenders:
+            for workload in workloads:
+                if workload.num_copying:
+                    self._append("limit", workload, config, *self._limit(workload.bytes_moved), None)
         states = max(workloads, key=lambda workload: workload.num_blocks).states()
         if "vllm" in contenders:
             assert self.vllm is not None
@@ -100,26 +106,33 @@ class Bench:
         refs = into_refs(states)
         for workload in workloads:
             for name in contenders:
-                if name == "limit":
-                    self._time(name, workload, config, limit_step(), None, wall)
-                elif name != "vllm":
+                if name not in ("limit", "vllm"):
                     step = make_step(name, workload, config)
                     self._time(name, workload, config, step, (refs, *workload.arguments()), wall)
         return self.rows[first:]
 
+    def _limit(self, num_bytes: int) -> tuple[float, int]:
+        """Times the pass over `num_bytes`, once a run."""
+        if num_bytes not in self._limits:
+            self.reporter.progress(f"limit of {num_bytes / 2**20:.0f} MiB")
+            step, operand = limit_step(), limit_operand(num_bytes)
+            jax.block_until_ready(step(operand))
+            self._limits[num_bytes] = median_seconds(step, operand, iterations=self.iterations)
+        return self._limits[num_bytes]
+
     def _time(self, name: str, workload: Workload, config: KernelConfig, step: Any, operands: Any, wall: bool) -> None:
         self.reporter.progress(f"{workload.model.name} {workload.layout} {workload.num_copying} copying: {name}")
-        if name == "limit":
-            if workload.bytes_moved not in self._limits:
-                operands = (limit_operand(workload.bytes_moved),)
-                jax.block_until_ready(step(*operands))
-                self._limits[workload.bytes_moved] = median_seconds(step, *operands, iterations=self.iterations)
-            seconds, kernels = self._limits[workload.bytes_moved]
-        else:
-            jax.block_until_ready(step(*operands))
-            seconds, kernels = median_seconds(step, *operands, iterations=self.iterations)
+        jax.block_until_ready(step(*operands))
+        seconds, kernels = median_seconds(step, *operands, iterations=self.iterations)
+        whole = wall_seconds(step, *operands, iterations=self.iterations) if wall else None
+        self._append(name, workload, config, seconds, kernels, whole)
+
+    def _append(
+        self, name: str, workload: Workload, config: KernelConfig, seconds: float, kernels: int, wall: float | None
+    ) -> None:
         row = Row(
             model=workload.model.name,
+            conv_only=workload.model.temporal_shape is None,
             layout=workload.layout,
             tp=workload.tp,
             operation=workload.operation,
@@ -130,25 +143,23 @@ class Bench:
             contender=name,
             num_ctas=config.num_ctas if name == "mosaic_gpu" else None,
             seconds=seconds,
-            wall_seconds=wall_seconds(step, *operands, iterations=self.iterations) if wall and operands else None,
+            wall_seconds=wall,
             bytes=workload.bytes_moved,
             kernels=kernels,
         )
         self.rows.append(row)
         self.reporter.row(row, self.rows)
 
-    def _verify(self, name: str, workloads: Sequence[Workload], config: KernelConfig) -> None:
-        """Compares with the oracle, once for each geometry and offset."""
-        for workload in workloads:
-            key = (name, config, dataclasses.replace(workload, num_copying=0))
-            if key in self._verified:
-                continue
-            self._verified.add(key)
-            most = max(w.num_copying for w in workloads if w.num_reqs == workload.num_reqs)
-            small = dataclasses.replace(workload, num_copying=min(most, _VERIFIED_COPIES))
-            self.reporter.progress(f"{workload.model.name} {workload.layout}: verifying {name}")
-            if not is_right(name, small, config, self.vllm):
-                raise WrongResultError(f"{name} gives a WRONG result on {small}")
+    def _verify(self, name: str, workload: Workload, config: KernelConfig) -> None:
+        """Compares with the oracle, once for all numbers of copying requests."""
+        key = (name, config, dataclasses.replace(workload, num_copying=0))
+        if key in self._verified:
+            return
+        self._verified.add(key)
+        small = dataclasses.replace(workload, num_copying=min(workload.num_reqs, _VERIFIED_COPIES))
+        self.reporter.progress(f"{workload.model.name} {workload.layout}: verifying {name}")
+        if not is_right(name, small, config, self.vllm):
+            raise WrongResultError(f"{name} gives a WRONG result on {small}")
 
 
 def is_right(name: str, workload: Workload, config: KernelConfig, vllm: VllmKernels | None = None) -> bool:

@@ -107,13 +107,13 @@ def load_kernels(path: str | Path) -> VllmKernels:
     constants = _constants(nodes)
     if _TILES not in constants:
         raise VllmUnavailableError(f"{name} does not set {_TILES}, the tiles of its launches; {_WANTED_RELEASE}")
-    triton, torch = (_import(package) for package in ("triton", "torch"))
-    namespace = constants | {"triton": triton, "tl": importlib.import_module("triton.language"), "__name__": name}
-    if foreign := _foreign_names(kernels, namespace):
+    if foreign := _foreign_names(kernels, {*constants, "triton", "tl"}):
         raise VllmUnavailableError(
             f"the kernels of {name} use {', '.join(foreign)} from other files of vLLM, which are not read; "
             "vLLM 0.33 keeps them in one"
         )
+    triton, torch = (_import(package) for package in ("triton", "torch"))
+    namespace = constants | {"triton": triton, "tl": _import("triton.language"), "__name__": name}
     # Triton reads a kernel's source through `inspect`, which asks `linecache`.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     exec(compile(ast.Module(body=list(kernels), type_ignores=[]), name, "exec"), namespace)
@@ -168,9 +168,9 @@ def _constants(nodes: list[ast.stmt]) -> dict[str, Any]:
     return constants
 
 
-def _foreign_names(kernels: list[ast.FunctionDef], namespace: dict[str, Any]) -> list[str]:
+def _foreign_names(kernels: list[ast.FunctionDef], provided: set[str]) -> list[str]:
     """The names that kernels read and that neither they, the file's other kernels nor Python define."""
-    known = namespace.keys() | vars(builtins).keys() | {kernel.name for kernel in kernels}
+    known = provided | vars(builtins).keys() | {kernel.name for kernel in kernels}
     foreign = set()
     for kernel in kernels:
         names = [node for node in ast.walk(kernel) if isinstance(node, ast.Name)]

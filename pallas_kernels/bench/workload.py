@@ -61,6 +61,11 @@ class Workload:
         return self.num_copying * self.model.num_layers * (windows + 2 * sum(temporal))
 
     @property
+    def pool_bytes(self) -> int:
+        """Bytes of all pools."""
+        return self.model.num_layers * self.num_blocks * sum(block.num_bytes for block in self.blocks)
+
+    @property
     def static_options(self) -> dict[str, Any]:
         """Static options of the operation."""
         options: dict[str, Any] = {"conv_layout": self.layout}
