@@ -90,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     reporter.say(headline(where))
     bench = Bench(reporter, iterations=args.iterations, vllm=vllm)
     first_calls: list[FirstCall] = []
+    status = 0
     try:
         if on_gpu:
             _measure_gpu(bench, config, few, first_calls)
@@ -97,21 +98,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             _measure_cpu(bench)
     except WrongResultError as error:
         reporter.say(str(error))
-        return 1
-    finally:
-        reporter.clear()
-    # The bars of the kernel are no question without a GPU; on one, what was not measured is shown as open.
-    bars = [bar for bar in judge(bench.rows, first_calls, few.num_ctas) if on_gpu or bar.met is not None]
-    for line in bar_table(bars):
-        reporter.say(line)
-    content = {
-        "config": dataclasses.asdict(config),
-        "few_ctas": dataclasses.asdict(few),
-        "bars": [dataclasses.asdict(bar) for bar in bars],
-        "first_calls": [dataclasses.asdict(call) for call in first_calls],
-    }
-    write_outputs(args, record(where, bench.rows, **content))
-    return 0
+        status = 1
+    finally:  # What was measured until an interruption is not lost.
+        # The bars of the kernel are no question without a GPU; on one, what was not measured is shown as open.
+        bars = [bar for bar in judge(bench.rows, first_calls, few.num_ctas) if on_gpu or bar.met is not None]
+        for line in bar_table(bars):
+            reporter.say(line)
+        content = {
+            "config": dataclasses.asdict(config),
+            "few_ctas": dataclasses.asdict(few),
+            "bars": [dataclasses.asdict(bar) for bar in bars],
+            "first_calls": [dataclasses.asdict(call) for call in first_calls],
+        }
+        write_outputs(args, record(where, bench.rows, **content))
+    return status
 
 
 def _measure_gpu(bench: Bench, config: KernelConfig, few: KernelConfig, first_calls: list[FirstCall]) -> None:
@@ -297,7 +297,7 @@ def _where(row: Row, detail: str | None = None) -> str:
 
 def bar_table(bars: Sequence[Bar]) -> Iterable[str]:
     """Yields the lines of a table of the bars."""
-    width = max(len(bar.name) for bar in bars)
+    width = max((len(bar.name) for bar in bars), default=0)
     yield f"\n{'bar':<{width}} {'wanted':>10} {'measured':>10}  {'met':<12} worst on"
     for bar in bars:
         missed, of = bar.missed
