@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import re
 import sys
 import types
 import zipfile
@@ -68,7 +69,8 @@ def test_only_the_jitted_functions_of_a_file_are_loaded(tmp_path: Path) -> None:
     file = write(tmp_path / "mamba_utils.py", KERNELS)
     kernels = load_kernels(file)
     assert sorted(kernels.functions) == ["helper", POSTPROCESS]
-    assert (kernels.num_tiles, kernels.version, kernels.operations) == (16, "unknown", ("post",))
+    assert (kernels.num_tiles, kernels.operations) == (16, ("post",))
+    assert re.fullmatch(r"of a file with SHA-256 [0-9a-f]{12}", kernels.version)
     # Triton compiles what `inspect` shows it.
     assert inspect.getsource(kernels.functions["helper"]).startswith("@triton.jit\ndef helper(x):")
 

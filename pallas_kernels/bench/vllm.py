@@ -7,6 +7,7 @@ it imports has to be installed. The kernels write to the very pools that the JAX
 import ast
 import builtins
 import dataclasses
+import hashlib
 import importlib
 import linecache
 import re
@@ -45,7 +46,7 @@ class VllmKernels:
       functions: the `@triton.jit` functions of the file, by name.
       num_tiles: tiles into which a launch divides a temporal block.
       source: where they came from.
-      version: vLLM's version, as far as the path tells.
+      version: vLLM's version; of a lone file, which cannot tell, its digest.
       torch: the module.
     """
 
@@ -136,7 +137,8 @@ def _read(path: Path) -> tuple[str, str, str]:
             if MODULE not in wheel.namelist():
                 raise VllmUnavailableError(f"the wheel {path} has no {MODULE}")
             return f"{path}/{MODULE}", wheel.read(MODULE).decode(), _version(path.name)
-    return str(path), path.read_text(), "unknown"
+    source = path.read_text()
+    return str(path), source, f"of a file with SHA-256 {hashlib.sha256(source.encode()).hexdigest()[:12]}"
 
 
 def _version(name: str) -> str:
