@@ -9,13 +9,13 @@ BIN := $(VENV)/bin
 PACKAGES := layouts pallas_kernels
 SOURCES := $(shell find $(PACKAGES) -name '*.py')
 TESTS ?= tests
-PYTEST_ARGS ?= -n auto
+PYTEST_ARGS ?= -n auto --dist loadgroup
 
 .PHONY: venv demo test lint clean
 
 venv: $(VENV)/.package
 
-# The dependencies, once; then the package itself as a wheel, whenever its sources change.
+# The dependencies, once, without compiling every file of theirs, most of which nothing imports; then the package itself as a wheel, whenever its sources change.
 $(VENV)/.dependencies: pyproject.toml
 	@set -e; \
 	for python in python3.13 python3.12 python3 $$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/*/bin/python3 2>/dev/null | sort -rV); do \
@@ -28,7 +28,7 @@ $(VENV)/.dependencies: pyproject.toml
 	fi; \
 	echo "Setting up $(VENV) with $$("$$found" --version)"; \
 	"$$found" -m venv $(VENV); \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[test]' $(if $(JAX),'jax==$(JAX)' 'jaxlib==$(JAX)')
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile '.[test]' $(if $(JAX),'jax==$(JAX)' 'jaxlib==$(JAX)')
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.dependencies $(SOURCES)

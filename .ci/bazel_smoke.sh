@@ -37,7 +37,7 @@ touch "$copy/WORKSPACE"
 
 # The project goes again once it has brought its dependencies: a missing dep must not be made good from here.
 "$python" -m venv "$packages"
-"$packages/bin/python" -m pip install --quiet --disable-pip-version-check "${copy}[test]"
+"$packages/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "${copy}[test]"
 "$packages/bin/python" -m pip uninstall --quiet --yes mamba-state-pallas
 "$packages/bin/python" "$tree/.ci/bazel_stand_ins.py" "$repositories"
 overrides=()
