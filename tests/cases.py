@@ -1,6 +1,8 @@
 """The shared cases: steps that every implementation runs, and the comparison of every byte."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -80,6 +82,9 @@ class Case:
       tables: "distinct" blocks, "aliased" (neighbouring columns of a row name one block) or "rubbish"
         (ids out of range, null ids, and request values out of all bounds among good ones).
       groups: None for a 2-D block table.
+      copying: which rows may copy: so many, spread over the batch, and the last four; None for all. The others
+        have no running column, or are copied onto themselves. The time of the interpreter's race detection grows
+        with the square of the copies.
       advanced: whether `num_computed_tokens` holds the final count already (post).
       mapped: whether rows find their slots through an `idx_mapping`, some of it negative.
       preserve_accepted: the option of that name (pre).
@@ -93,6 +98,7 @@ class Case:
     columns: int = 6
     block_size: int = 3
     max_draft: int = 4
+    copying: int | None = None
     tables: str = "distinct"
     groups: int | None = None
     extra_slots: int = 0
@@ -115,37 +121,41 @@ def _two(conv: Conv | None, temporal: Temporal | None, **fields: Any) -> tuple[L
 _SMALL_STAGE = KernelConfig(num_ctas=3, stage_bytes=2048)
 _SMALL = _two(Conv(40, 5), Temporal((4, 64)))
 _RUBBISH = _two(Conv(40, 5), Temporal((4, 64)), num_blocks=60)
+# For what has nothing to do with the choice of a pool, so that more of these compile in the same time.
+_ONE = (Layer(Conv(40, 5), Temporal((4, 64))),)
 
 CASES = [
     Case("small_pools", _SMALL),
-    Case("one_request", _SMALL, batch=1, block_size=1, seed=1, layouts=("DS",)),
-    Case("block_size_1", _SMALL, block_size=1),
-    Case("block_size_1616", _two(Conv(40, 5), Temporal((4, 64)), num_blocks=64), block_size=1616, batch=10),
-    Case("already_advanced_counts", _SMALL, advanced=True, layouts=("SD",)),
-    Case("padded_batch", _SMALL, num_reqs=3, layouts=("DS",)),
-    Case("no_live_request", _SMALL, num_reqs=0, layouts=("SD",)),
-    Case("negative_num_reqs", _SMALL, num_reqs=-1, layouts=("DS",)),
-    Case("num_reqs_beyond_batch", _SMALL, num_reqs=1000, layouts=("SD",)),
-    Case("more_slots_than_rows", _SMALL, extra_slots=3, layouts=("DS",)),
-    Case("no_null_block", _SMALL, null_block_id=None, seed=1, layouts=("SD",)),
-    Case("null_block_in_the_middle", _SMALL, null_block_id=17, seed=2, layouts=("DS",)),
-    Case("null_block_beyond_int32", _SMALL, null_block_id=2**40, layouts=("SD",)),
-    Case("offset_beyond_window", _two(Conv(40, 2), Temporal((4, 64))), max_draft=6, block_size=8),
+    Case("one_request", _ONE, batch=1, block_size=1, seed=1, layouts=("DS",)),
+    Case("block_size_1", _ONE, block_size=1),
+    Case("block_size_1616", (Layer(Conv(40, 5), Temporal((4, 64)), num_blocks=64),), block_size=1616, batch=10),
+    Case("already_advanced_counts", _ONE, advanced=True, layouts=("SD",)),
+    Case("padded_batch", _ONE, num_reqs=3, layouts=("DS",)),
+    Case("no_live_request", _ONE, num_reqs=0, layouts=("DS",)),
+    Case("negative_num_reqs", _ONE, num_reqs=-1, layouts=("DS",)),
+    Case("num_reqs_beyond_batch", _ONE, num_reqs=1000, layouts=("DS",)),
+    Case("more_slots_than_rows", _ONE, extra_slots=3, layouts=("DS",)),
+    Case("no_null_block", _ONE, null_block_id=None, seed=1, layouts=("SD",)),
+    Case("null_block_in_the_middle", _ONE, null_block_id=17, seed=2, layouts=("DS",)),
+    Case("null_block_beyond_int32", _ONE, null_block_id=2**40, layouts=("SD",)),
+    Case("offset_beyond_window", (Layer(Conv(40, 2), Temporal((4, 64))),), max_draft=6, block_size=8),
     Case("two_columns_one_block", _SMALL, tables="aliased"),
     Case("rubbish", _RUBBISH, tables="rubbish", batch=9, num_reqs=8, seed=3),
     Case("rubbish_advanced", _RUBBISH, tables="rubbish", batch=9, advanced=True, seed=4, layouts=("DS",)),
     Case(
         "batch_127",
-        _two(Conv(16, 4), Temporal((4,)), num_blocks=260),
+        (Layer(Conv(16, 4), Temporal((4,)), num_blocks=260),),
         batch=127,
+        copying=48,
         columns=2,
         block_size=4,
         layouts=("DS",),
     ),
     Case(
         "batch_130",
-        _two(Conv(16, 4), Temporal((4,)), num_blocks=270),
+        (Layer(Conv(16, 4), Temporal((4,)), num_blocks=270),),
         batch=130,
+        copying=48,
         columns=2,
         block_size=4,
         layouts=("SD",),
@@ -154,6 +164,7 @@ CASES = [
         "batch_of_two_chunks",
         (Layer(Conv(8, 4), num_blocks=1040),),
         batch=518,
+        copying=250,
         columns=1,
         block_size=2,
         max_draft=1,
@@ -161,15 +172,17 @@ CASES = [
         layouts=("DS",),
     ),
     Case("partial_last_tiles", _two(Conv(528, 5), Temporal((4, 520))), config=_SMALL_STAGE),
-    Case("window_of_one_token", _two(Conv(16, 1), Temporal((8,)))),
-    Case("window_of_forty_tokens", _two(Conv(16, 40), Temporal((8,))), max_draft=20, block_size=8, layouts=("SD",)),
-    Case("window_of_sixteen_tokens", _two(Conv(24, 16), Temporal((2, 4))), max_draft=8),
+    Case("window_of_one_token", (Layer(Conv(16, 1), Temporal((8,))),)),
+    Case("window_of_forty_tokens", (Layer(Conv(16, 40), Temporal((8,))),), max_draft=20, block_size=8, layouts=("SD",)),
+    Case("window_of_sixteen_tokens", (Layer(Conv(24, 16), Temporal((2, 4))),), max_draft=8),
     Case("one_channel", (Layer(Conv(1, 8), Temporal((1, 1, 4))),)),
-    Case("one_byte_types", _two(Conv(24, 4, I8), Temporal((6, 8), FP8)), max_draft=3),
-    Case("fp8_conv", _two(Conv(80, 3, FP8), Temporal((16,), I8)), max_draft=2),
-    Case("rows_not_aligned", _two(Conv(12, 4, F16), Temporal((3, 8), F16)), max_draft=3),
-    Case("rows_not_aligned_in_many_steps", _two(Conv(330, 8, F16), Temporal((8,))), block_size=4, config=_SMALL_STAGE),
-    Case("eight_byte_types", _two(Conv(10, 4, I64), Temporal((3, 2), F64)), x64=True),
+    Case("one_byte_types", (Layer(Conv(24, 4, I8), Temporal((6, 8), FP8)),), max_draft=3),
+    Case("fp8_conv", (Layer(Conv(80, 3, FP8), Temporal((16,), I8)),), max_draft=2),
+    Case("rows_not_aligned", (Layer(Conv(12, 4, F16), Temporal((3, 8), F16)),), max_draft=3),
+    Case(
+        "rows_not_aligned_in_many_steps", (Layer(Conv(330, 8, F16), Temporal((8,))),), block_size=4, config=_SMALL_STAGE
+    ),
+    Case("eight_byte_types", (Layer(Conv(10, 4, I64), Temporal((3, 2), F64)),), x64=True),
     Case(
         "mixed_types_and_geometries",
         (
@@ -191,14 +204,15 @@ CASES = [
         groups=3,
     ),
     Case("mapped", _SMALL, mapped=True, extra_slots=5),
-    Case("mapped_to_fewer_slots", _SMALL, mapped=True, extra_slots=-2, batch=6, layouts=("DS",)),
-    Case("mapped_padded", _SMALL, mapped=True, extra_slots=3, num_reqs=4, seed=5, layouts=("SD",)),
+    Case("mapped_to_fewer_slots", _ONE, mapped=True, extra_slots=-2, batch=6, layouts=("DS",)),
+    Case("mapped_padded", _ONE, mapped=True, extra_slots=3, num_reqs=4, seed=5, layouts=("SD",)),
     Case("mapped_rubbish", _RUBBISH, mapped=True, extra_slots=4, tables="rubbish", batch=9, seed=6, layouts=("DS",)),
-    Case("mapped_advanced", _SMALL, mapped=True, extra_slots=1, advanced=True, layouts=("SD",)),
+    Case("mapped_advanced", _ONE, mapped=True, extra_slots=1, advanced=True, layouts=("SD",)),
     Case(
         "mapped_in_two_chunks",
         (Layer(Conv(8, 4), num_blocks=1040),),
         batch=518,
+        copying=48,
         columns=1,
         block_size=2,
         max_draft=1,
@@ -208,21 +222,22 @@ CASES = [
         layouts=("DS",),
     ),
     Case("pre", _SMALL, operation="pre"),
-    Case("pre_one_request", _SMALL, operation="pre", batch=1, seed=4, layouts=("DS",)),
-    Case("pre_block_size_1", _SMALL, operation="pre", block_size=1, columns=8, batch=5, layouts=("SD",)),
-    Case("pre_preserving_the_counter", _SMALL, operation="pre", preserve_accepted=True, layouts=("DS",)),
-    Case("pre_padded_batch", _SMALL, operation="pre", num_reqs=4, extra_slots=2, layouts=("SD",)),
+    Case("pre_one_request", _ONE, operation="pre", batch=1, seed=4, layouts=("DS",)),
+    Case("pre_block_size_1", _ONE, operation="pre", block_size=1, columns=8, batch=5, layouts=("SD",)),
+    Case("pre_preserving_the_counter", _ONE, operation="pre", preserve_accepted=True, layouts=("DS",)),
+    Case("pre_padded_batch", _ONE, operation="pre", num_reqs=4, extra_slots=2, layouts=("SD",)),
     Case("pre_two_columns_one_block", _SMALL, operation="pre", tables="aliased", seed=1, layouts=("DS",)),
     Case("pre_rubbish", _RUBBISH, operation="pre", tables="rubbish", batch=9, extra_slots=1, seed=8),
-    Case("pre_mapped", _SMALL, operation="pre", mapped=True, extra_slots=5, layouts=("SD",)),
+    Case("pre_mapped", _ONE, operation="pre", mapped=True, extra_slots=5, layouts=("SD",)),
     Case(
         "pre_mapped_rubbish", _RUBBISH, operation="pre", mapped=True, tables="rubbish", batch=9, seed=9, layouts=("DS",)
     ),
     Case(
         "pre_batch_130",
-        _two(Conv(16, 4), Temporal((4,)), num_blocks=270),
+        (Layer(Conv(16, 4), Temporal((4,)), num_blocks=270),),
         operation="pre",
         batch=130,
+        copying=24,
         columns=2,
         layouts=("SD",),
     ),
@@ -237,6 +252,7 @@ CASES = [
         (Layer(Conv(8, 4), num_blocks=1040),),
         operation="pre",
         batch=515,
+        copying=64,
         columns=2,
         extra_slots=600,
         config=KernelConfig(num_ctas=1),
@@ -248,6 +264,7 @@ CASES = [
         operation="copy",
         groups=2,
         batch=515,
+        copying=32,
         tables="aliased",
         optional_ids=False,
         config=KernelConfig(num_ctas=1),
@@ -258,13 +275,13 @@ CASES = [
         tuple(Layer(temporal=Temporal((4,)), group=group) for group in range(12)),
         operation="copy",
         groups=14,
-        batch=9,
+        batch=3,
         layouts=("DS",),
     ),
     Case("copy", _SMALL, operation="copy", batch=12),
-    Case("copy_without_optional_ids", _SMALL, operation="copy", batch=12, optional_ids=False, layouts=("SD",)),
-    Case("copy_padded", _SMALL, operation="copy", batch=12, num_reqs=7, layouts=("DS",)),
-    Case("copy_one_row", _SMALL, operation="copy", batch=1, layouts=("SD",)),
+    Case("copy_without_optional_ids", _ONE, operation="copy", batch=12, optional_ids=False, layouts=("SD",)),
+    Case("copy_padded", _ONE, operation="copy", batch=12, num_reqs=7, layouts=("DS",)),
+    Case("copy_one_row", _ONE, operation="copy", batch=1, layouts=("SD",)),
     Case("copy_rubbish", _RUBBISH, operation="copy", batch=15, tables="rubbish", null_block_id=None, layouts=("DS",)),
     Case("copy_onto_itself", _SMALL, operation="copy", batch=12, tables="aliased"),
     Case(
@@ -278,15 +295,37 @@ CASES = [
     Case("stacked_layers", (Layer(Conv(40, 5), Temporal((4, 64)), num_layers=3), *_SMALL)),
 ]
 
-EVERY_CASE = [pytest.param(case, layout, id=f"{case.name}-{layout}") for case in CASES for layout in case.layouts]
+
+def structure(case: Case) -> Case:
+    """What tracing sees of a case: cases of equal structure compile once, and lower to the same kernel."""
+    num_reqs = None if case.num_reqs is None else 0
+    null_block_id = None if case.null_block_id == 2**40 else case.null_block_id
+    values = {"num_reqs": num_reqs, "null_block_id": null_block_id}
+    return dataclasses.replace(case, name="", layouts=(), max_draft=0, copying=None, tables="", seed=0, **values)
+
+
+def _params(*, distinct: bool) -> Iterator[Any]:
+    """Each case in each of its layouts, or one case of each structure; equal structures go to one worker."""
+    first: dict[tuple[Case, str], str] = {}
+    for case in CASES:
+        for layout in case.layouts:
+            name = f"{case.name}-{layout}"
+            group = first.setdefault((structure(case), layout), name)
+            if group == name or not distinct:
+                yield pytest.param(case, layout, id=name, marks=pytest.mark.xdist_group(group))
+
+
+EVERY_CASE = list(_params(distinct=False))
+EVERY_STRUCTURE = list(_params(distinct=True))
 
 
 def random_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """An array of random bits, NaN patterns included; types that leave bits of a byte unused get random values."""
     if dtype == np.bool_:
         return rng.integers(0, 2, shape).astype(np.bool_)
-    if dtype.name.endswith("int4"):
-        return rng.integers(-8 if dtype.name == "int4" else 0, 8, shape).astype(dtype)
+    if dtype.name in ("int2", "uint2", "int4", "uint4"):
+        limits = jnp.iinfo(dtype)
+        return rng.integers(int(limits.min), int(limits.max) + 1, shape).astype(dtype)
     if dtype.name == "float4_e2m1fn":
         return rng.integers(0, 16, shape, dtype=np.uint8).view(dtype)
     count = int(np.prod(shape)) * dtype.itemsize
@@ -341,6 +380,9 @@ def random_arguments(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     near = rng.integers(1, case.columns + 1, slots) * case.block_size - rng.integers(1, case.max_draft + 2, slots)
     computed = np.where(rng.random(slots) < 0.5, np.maximum(near, 0), computed)
     idx = np.maximum((computed - 1) // case.block_size + rng.integers(-1, 2, slots), -1)
+    idle = _idle_rows(case)
+    idle_slots = options["idx_mapping"][idle] if case.mapped else idle
+    idx[idle_slots[idle_slots >= 0]] = -1
     num_blocks = max(layer.num_blocks for layer in case.layers if layer)
     tables = _random_tables(rng, case, num_blocks)
     vectors = [idx, accepted, computed, draft + 1, draft]
@@ -360,6 +402,14 @@ def random_arguments(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
             common["num_computed_tokens"] = computed + scheduled - draft + accepted - 1
         return (PostprocessInputs(**common), tables), options
     return (PostprocessInputs(**common, num_scheduled_tokens=scheduled, num_draft_tokens=draft), tables), options
+
+
+def _idle_rows(case: Case) -> np.ndarray:
+    """The rows that may not copy."""
+    if case.copying is None:
+        return np.arange(0)
+    spread = np.linspace(0, case.batch - 1, case.copying).astype(int)
+    return np.setdiff1d(np.arange(case.batch), [*spread, *range(case.batch - 4, case.batch)])
 
 
 def _spoil(rng: np.random.Generator, values: np.ndarray, bad: list[int]) -> np.ndarray:
@@ -389,7 +439,10 @@ def _random_ids(rng: np.random.Generator, case: Case) -> tuple[np.ndarray | None
     if case.tables == "rubbish":
         bad = [-1, INT_MIN, INT_MAX, num_blocks]
         src, dst, temporal_src = (_spoil(rng, array, bad) for array in (src, dst, temporal_src))
+    idle = _idle_rows(case)
+    src[:, idle] = temporal_src[:, idle] = dst[:, idle]
     offsets = rng.integers(0, case.max_draft + 1, case.batch)
+    offsets[idle] = 0
     if case.tables == "rubbish":
         offsets = _spoil(rng, offsets, [-1, INT_MIN, INT_MAX])
     src, dst, temporal_src = (
@@ -404,13 +457,23 @@ def run(operation: str, implementation: str, states: Any, *arguments: Any, **opt
     config = options.pop("config", None)
     if implementation == "oracle":
         return reference(states, *arguments, **options)
-    if implementation == "interpret":
-        options |= {"interpret": True, "config": config or _DEFAULT_CONFIG}
-    else:
-        options |= {"implementation": implementation, "config": config}
     if options.get("idx_mapping") is not None:
         options["idx_mapping"] = jnp.array(options["idx_mapping"])
-    return function(*jax.tree.map(jnp.array, (states, *arguments)), **options)
+    operands = jax.tree.map(jnp.array, (states, *arguments))
+    if implementation == "interpret":
+        with unoptimized():
+            return function(*operands, interpret=True, config=config or _DEFAULT_CONFIG, **options)
+    return function(*operands, implementation=implementation, config=config, **options)
+
+
+@contextlib.contextmanager
+def unoptimized() -> Iterator[None]:
+    """Makes XLA compile fast rather than well: how it runs the interpreter's own program is no subject of tests."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def check_case(implementation: str, case: Case, layout: str) -> None:

@@ -154,8 +154,9 @@ def test_steps_run_in_64_bit_mode(implementation: str, name: str) -> None:
     states, arguments, options = _step(case)
     want = run(case.operation, "oracle", states, *arguments, **options)
     with jax.enable_x64(True):
-        for num_reqs in (np.int64, np.uint8, int):
-            counts = {key: num_reqs(value) for key, value in options.items() if key.startswith("num_") and value}
+        counts = {key: value for key, value in options.items() if key.startswith("num_") and value}
+        for integer in (np.int64, np.uint8, int) if counts else (int,):
+            counts = {key: integer(value) for key, value in counts.items()}
             assert_same_bytes(run(case.operation, implementation, states, *arguments, **options | counts), want)
 
 
@@ -179,6 +180,7 @@ def test_shapes_are_known_without_running() -> None:
 
 
 # A published port's cases: state width 2, dim 2048, blocks of 16 tokens, one token a request.
+@pytest.mark.xdist_group("published_port")
 @pytest.mark.parametrize("implementation", ["oracle", *IMPLEMENTATIONS])
 @pytest.mark.parametrize(
     ("computed", "idx", "accepted", "new_idx", "new_accepted", "conv", "temporal"),

@@ -142,6 +142,7 @@ _TEMPORAL = np.arange(4)[:, None] * 100 + np.arange(4)
 _UNTOUCHED = {block: [[100 * block + 10 * c + t for t in range(4)] for c in range(2)] for block in range(4)}
 
 
+@pytest.mark.xdist_group("bytes_move_as_typed")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("idx", "accepted", "computed", "table", "conv", "temporal", "counter"),
@@ -223,6 +224,7 @@ def test_bytes_move_as_typed(
     assert counters.tolist() == [counter]
 
 
+@pytest.mark.xdist_group("ds_bytes_are_sd_bytes")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in_place"])
 @pytest.mark.parametrize("offset", range(6))
