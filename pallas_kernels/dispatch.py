@@ -146,8 +146,7 @@ def run(
     chosen = choose(pools, options.conv_layout, options.implementation, device, interpreted=interpreted)
     if chosen.name == MOSAIC_GPU:
         _check_not_varying(pools, leaves)
-        num_ctas = options.config.grid_size(device.num_sms, interpreted=interpreted)
-        config = dataclasses.replace(options.config, num_ctas=num_ctas)
+        config = options.config.resolved(device.num_sms, interpreted=interpreted)
     else:
         config = KernelConfig()  # XLA has no knobs, so it does not trace again for others.
     is_ref = tuple(isinstance(leaf, jax.Ref) for leaf in leaves)

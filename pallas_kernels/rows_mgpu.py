@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.plan import Request, View, gather_slots
-from pallas_kernels.tile_copy_mgpu import bulk_load, bulk_store
+from pallas_kernels.tile_copy_mgpu import bulk_load, bulk_store, wait_for_loads
 from pallas_kernels.tiling import COPY_UNIT_BYTES, round_up
 
 # int32 elements of one copy unit. A vector that starts inside a unit is fetched from the unit's
@@ -57,22 +57,26 @@ def row_layout(length: int) -> Any:
 def fetch_rows(
     views: Sequence[View], arrays_gmem: Sequence[Ref], rows_smem: Ref, fetched: Ref, chunk: Index, chunk_rows: int
 ) -> None:
-    """Brings a chunk of every view into `rows_smem`, one row of it each, and waits.
+    """Starts to bring a chunk of every view into `rows_smem`, one row of it each.
 
-    `fetched` counts one arrival per view, whether or not it has anything to bring in bulk.
+    `fetched` counts one arrival per view, whether or not it has anything to bring in bulk. What comes
+    one by one is there when this returns.
     """
 
     def fetch(v: int, view: View, size: int) -> None:
-        array_gmem = arrays_gmem[view.array]
-        first = view.start // UNIT * UNIT + chunk * chunk_rows
-        count = view.start % UNIT + size
-        whole = count // UNIT * UNIT
+        whole, first, _ = _span(view, chunk, chunk_rows, size)
         if whole:
-            bulk_load(array_gmem.at[pl.ds(first, whole)], rows_smem.at[v, pl.ds(0, whole)], fetched)
+            source = arrays_gmem[view.array].at[pl.ds(first, whole)]
+            bulk_load(source, rows_smem.at[v, pl.ds(0, whole)], fetched)
         else:
             plgpu.barrier_arrive(fetched)
-        for i in range(whole, count):
-            rows_smem[v, i] = array_gmem[first + i]
+
+    def fetch_rest(v: int, view: View, size: int) -> None:
+        whole, first, count = _span(view, chunk, chunk_rows, size)
+        # All are read before the first is written: each write to shared memory waits for what was read.
+        rest = [arrays_gmem[view.array][first + i] for i in range(whole, count)]
+        for i, element in enumerate(rest, start=whole):
+            rows_smem[v, i] = element
 
     for v, view in enumerate(views):
         with_chunk(
@@ -82,7 +86,14 @@ def fetch_rows(
             functools.partial(fetch, v, view),
             otherwise=lambda: plgpu.barrier_arrive(fetched),
         )
-    plgpu.barrier_wait(fetched)
+    for v, view in enumerate(views):
+        with_chunk(view.length, chunk, chunk_rows, functools.partial(fetch_rest, v, view))
+
+
+def _span(view: View, chunk: Index, chunk_rows: int, size: int) -> tuple[int, Index, int]:
+    """Elements that come in whole copy units, where they start in the array, and all elements."""
+    count = view.start % UNIT + size
+    return count // UNIT * UNIT, view.start // UNIT * UNIT + chunk * chunk_rows, count
 
 
 def load_rows(views: Sequence[View], rows_smem: Ref, chunk_rows: int) -> list[jax.Array]:
@@ -114,7 +125,7 @@ def write_rows(vector_smem: Ref, vector_gmem: Ref, chunk: Index, chunk_rows: int
     with_chunk(vector_gmem.shape[0], chunk, chunk_rows, write)
 
 
-def copy_vector(src_gmem: Ref, dst_gmem: Ref, buffer_smem: Ref, loaded: Ref) -> None:
+def copy_vector(src_gmem: Ref, dst_gmem: Ref, buffer_smem: Ref, loaded: Ref, num_arrivals: int) -> None:
     """Copies a whole vector in global memory through a buffer, and waits until it is there."""
     length, chunk_rows = dst_gmem.shape[0], buffer_smem.shape[0]
 
@@ -124,7 +135,7 @@ def copy_vector(src_gmem: Ref, dst_gmem: Ref, buffer_smem: Ref, loaded: Ref) -> 
             first, whole = chunk * chunk_rows, size // UNIT * UNIT
             if whole:
                 bulk_load(src_gmem.at[pl.ds(first, whole)], buffer_smem.at[pl.ds(0, whole)], loaded)
-                plgpu.barrier_wait(loaded)
+                wait_for_loads(loaded, 1, num_arrivals)
                 bulk_store(buffer_smem.at[pl.ds(0, whole)], dst_gmem.at[pl.ds(first, whole)])
                 plgpu.commit_smem_to_gmem_group()
             for i in range(whole, size):
@@ -172,19 +183,31 @@ def with_chunk(
 def count_copying(counts_smem: Ref, copies: jax.Array) -> None:
     """Leaves in the upper half of `counts_smem` how many rows copy up to and including each row.
 
-    A prefix sum in log2 steps: each adds the counts that lie `distance` rows back, where the lower
-    half provides the zeros before the first row.
+    A prefix sum in log8 steps: each adds the counts that lie up to seven `width`s back, where the
+    lower half provides the zeros before the first row. If no row copies, only the last count is written.
     """
     length = copies.shape[0]
-    lower, upper = pl.ds(0, length), pl.ds(length, length)
-    counts_smem[lower] = copies * 0
-    counts_smem[upper] = copies
-    distance = 1
-    while distance < length:
-        back = counts_smem.at[pl.ds(length - distance, length)]
-        copies = copies + plgpu.load(back, layout=row_layout(length), optimized=False)
-        counts_smem[upper] = copies
-        distance *= 2
+    total = jnp.sum(copies, dtype=jnp.int32)
+    counts_smem[2 * length - 1] = total
+
+    @pl.when(total > 0)
+    def _sum_up() -> None:
+        lower, upper = pl.ds(0, length), pl.ds(length, length)
+        counts_smem[lower] = copies * 0
+        counts_smem[upper] = sums = copies
+        width = 1
+        while width < length:
+            steps = min(8, length // width)
+            for back in range(1, steps):
+                earlier = counts_smem.at[pl.ds(length - back * width, length)]
+                sums = sums + plgpu.load(earlier, layout=row_layout(length), optimized=False)
+            counts_smem[upper] = sums
+            width *= steps
+
+
+def num_copying(counts_smem: Ref) -> jax.Array:
+    """How many rows copy."""
+    return counts_smem[counts_smem.shape[0] - 1]
 
 
 def row_of_rank(counts_smem: Ref, rank: jax.Array) -> jax.Array:

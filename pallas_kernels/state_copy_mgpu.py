@@ -1,10 +1,11 @@
 """The Mosaic GPU kernel: one persistent launch plans the step and copies every layer.
 
-Each thread block decides the whole batch for itself from the request vectors, numbers the copying
-rows with a prefix sum in shared memory, and takes every `num_ctas`-th work item: one tile of one
-pool of one copying row. Tiles travel by bulk asynchronous copies between global and shared memory,
-which take any number of 16-byte units; only the strided shift of a conv window passes through
-registers. Pools of equal geometry share the code of a tile and differ in a `lax.switch` over refs.
+In each thread block, one warpgroup decides the whole batch from the request vectors and numbers the
+copying rows with a prefix sum in shared memory. Then every warpgroup takes its share of the work
+items: one tile of one pool of one copying row, dealt to the warpgroups of the grid one after the
+other. Tiles travel by bulk asynchronous copies between global and shared memory, which take any number
+of 16-byte units; only the strided shift of a conv window passes through registers. Pools of equal
+geometry share the code of a tile and differ in a `lax.switch` over refs.
 
 Dims: S = slots, R = rows of the batch, G = block tables, C = columns.
 """
@@ -40,6 +41,7 @@ from pallas_kernels.rows_mgpu import (
     fetch_rows,
     load_row,
     load_rows,
+    num_copying,
     row_layout,
     row_of_rank,
     scatter_rows,
@@ -50,6 +52,7 @@ from pallas_kernels.tile_copy_mgpu import (
     copy_shifted_rows,
     copy_token_rows,
     copy_whole_block,
+    free_stage,
 )
 from pallas_kernels.tiling import (
     LANES,
@@ -59,12 +62,15 @@ from pallas_kernels.tiling import (
     TokenRows,
     WholeBlocks,
     group_pools,
+    round_up,
 )
 
 # Rows planned at once, at most: a longer batch is planned and copied in chunks.
 _MAX_ROWS = 512
 # Shared memory for the request vectors of a chunk, at most, unless the smallest chunk needs more.
 _MAX_VECTOR_BYTES = 32 * 1024
+# Shared memory of a thread block, less what barriers and reductions take.
+_SHARED_BYTES = 225 * 1024
 
 Ref = Any
 
@@ -93,7 +99,7 @@ def move_states(
       num_rows: rows of the batch. Static.
       conv_layout: layout of the conv pools. Static.
       null_block_id: id that is never copied from or to; None for no such id. Static.
-      config: tuning knobs, with a `num_ctas`. Static.
+      config: tuning knobs, resolved. Static.
       interpret: None, or `InterpretGPUParams`. Static.
 
     Returns:
@@ -106,13 +112,14 @@ def move_states(
     old = tuple(request.slot_vectors[index] for index in operation.updated)
     step = _Step(
         operation=operation,
-        groups=group_pools(pools, conv_layout, config.stage_bytes),
+        groups=group_pools(pools, conv_layout, tile_bytes=config.tile_bytes, stage_bytes=config.stage_bytes),
         views=all_views,
         mapped=mapped,
         num_rows=num_rows if mapped or not old else max(num_rows, old[0].shape[0]),
         batch=num_rows,
         null_block_id=null_block_id,
         num_ctas=config.num_ctas,
+        most_warpgroups=config.num_warpgroups,
     )
     refs = [jax.new_ref(leaf.reshape(-1, pool.block_size)) for leaf, pool in zip(leaves, pools, strict=True)]
     updated = plgpu.kernel(
@@ -120,6 +127,8 @@ def move_states(
         out_type=[jax.ShapeDtypeStruct(vector.shape, jnp.int32) for vector in old],
         grid=(step.num_ctas,),
         grid_names=("cta",),
+        num_threads=step.num_warpgroups,
+        thread_name="warpgroup",
         scratch_types=step.scratch_types,
         interpret=interpret,
         kernel_name="mamba_state_copy",
@@ -146,6 +155,7 @@ class _Step:
       batch: rows that can copy.
       null_block_id: id that is never copied from or to.
       num_ctas: size of the grid.
+      most_warpgroups: warpgroups of a thread block, if their stages fit.
     """
 
     operation: Operation
@@ -156,6 +166,7 @@ class _Step:
     batch: int
     null_block_id: int | None
     num_ctas: int
+    most_warpgroups: int
 
     @property
     def num_values(self) -> int:
@@ -191,22 +202,45 @@ class _Step:
         return sum(group.num_items for group in self.groups)
 
     @property
+    def stage_elements(self) -> dict[np.dtype, int]:
+        """Elements of a warpgroup's stage for each type of the pools."""
+        return {
+            dtype: round_up(
+                max(group.tiling.stage_elements for group in self.groups if group.pool.dtype == dtype),
+                LINE_BYTES // dtype.itemsize,
+            )
+            for dtype in self.dtypes
+        }
+
+    @property
+    def num_warpgroups(self) -> int:
+        """Warpgroups of a thread block: as many as wanted, if their stages fit beside the request vectors."""
+        vectors = len(self.views) + len(self.operation.updated) + 2
+        vectors_bytes = 4 * vectors * (self.chunk_rows + LINE_BYTES // 4)
+        stages_bytes = sum(elements * dtype.itemsize for dtype, elements in self.stage_elements.items())
+        return max(min(self.most_warpgroups, (_SHARED_BYTES - vectors_bytes) // stages_bytes), 1)
+
+    @property
+    def num_loads(self) -> int:
+        """The most loads that a tile has in flight at once."""
+        return max(group.tiling.num_loads for group in self.groups)
+
+    @property
     def scratch_types(self) -> dict[str, Any]:
         """Shared memory and barriers of a thread block."""
-
-        def stage(dtype: np.dtype) -> Any:
-            elements = max(group.tiling.stage_elements for group in self.groups if group.pool.dtype == dtype)
-            return plgpu.SMEM((elements,), dtype)
-
         return {
             # A vector may start inside a copy unit; a whole line more keeps the rows on lines.
             "rows_smem": plgpu.SMEM((len(self.views), self.chunk_rows + LINE_BYTES // 4), jnp.int32),
             "updates_smem": [plgpu.SMEM((self.chunk_rows,), jnp.int32) for _ in self.operation.updated],
             "counts_smem": plgpu.SMEM((2 * self.chunk_rows,), jnp.int32),
-            # One stage per thread block; no tile has two types, so the types share the memory.
-            "stages_smem": plgpu.RefUnion(*map(stage, self.dtypes)),
+            "stages_smem": [
+                plgpu.SMEM((self.num_warpgroups, elements), dtype) for dtype, elements in self.stage_elements.items()
+            ],
             "fetched": plgpu.Barrier(num_arrivals=len(self.views)),
-            "loaded": plgpu.Barrier(num_barriers=max(group.tiling.num_barriers for group in self.groups)),
+            "planned": plgpu.Barrier(),
+            # Every barrier is set up at launch by all warps: those that nothing waits for would cost time.
+            "copied": plgpu.Barrier(num_arrivals=self.num_warpgroups) if self.num_chunks > 1 else None,
+            "loaded": plgpu.Barrier(num_arrivals=self.num_loads, num_barriers=self.num_warpgroups),
         }
 
 
@@ -223,63 +257,80 @@ def _copy_states(
     counts_smem: Ref,
     stages_smem: Sequence[Ref],
     fetched: Ref,
+    planned: Ref,
+    copied: Ref | None,
     loaded: Ref,
 ) -> None:
     """The kernel: chunk by chunk, decides all rows, updates the slot vectors and copies the states."""
-    cta = lax.axis_index("cta")
-    num_live = jnp.minimum(num_reqs_gmem[0], step.batch)
+    cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
 
     if step.mapped:
 
-        @pl.when(cta == 0)
+        @pl.when((cta == 0) & (warpgroup == 0))
         def _keep_slots() -> None:
             for src_gmem, dst_gmem, buffer_smem in zip(old_gmem, updated_gmem, updates_smem, strict=True):
-                copy_vector(src_gmem, dst_gmem, buffer_smem, loaded.at[0])
+                copy_vector(src_gmem, dst_gmem, buffer_smem, loaded.at[0], step.num_loads)
 
     def do_chunk(chunk: jax.Array | int) -> None:
         first_row = chunk * step.chunk_rows
-        fetch_rows(step.views, arrays_gmem, rows_smem, fetched, chunk, step.chunk_rows)
-        values = load_rows(step.views, rows_smem, step.chunk_rows)
-        row = plgpu.broadcasted_iota(jnp.int32, (step.chunk_rows,), 0, layout=row_layout(step.chunk_rows))
-        live = first_row + row < num_live
-        if step.mapped:
-            *values, slot = values
-            live &= (slot >= 0) & (slot < updated_gmem[0].shape[0])
-        decision = step.operation.decide(values, live)
 
-        @pl.when(cta == 0)
-        def _update_slots() -> None:
-            for update, update_smem in zip(decision.updates, updates_smem, strict=True):
-                update_smem[...] = update
-            plgpu.commit_smem()
-            for update_smem, vector_gmem in zip(updates_smem, updated_gmem, strict=True):
-                if step.mapped:
-                    count = jnp.clip(num_live - first_row, 0, step.chunk_rows)
-                    scatter_rows(update_smem, vector_gmem, lambda row: rows_smem[step.num_values, row], count)
-                else:
-                    write_rows(update_smem, vector_gmem, chunk, step.chunk_rows)
+        @pl.when(warpgroup == 0)
+        def _plan() -> None:
+            fetch_rows(step.views, arrays_gmem, rows_smem, fetched, chunk, step.chunk_rows)
+            num_live = jnp.minimum(num_reqs_gmem[0], step.batch)
+            plgpu.barrier_wait(fetched)
+            values = load_rows(step.views, rows_smem, step.chunk_rows)
+            row = plgpu.broadcasted_iota(jnp.int32, (step.chunk_rows,), 0, layout=row_layout(step.chunk_rows))
+            live = first_row + row < num_live
+            if step.mapped:
+                *values, slot = values
+                live &= (slot >= 0) & (slot < updated_gmem[0].shape[0])
+            decision = step.operation.decide(values, live)
+            count_copying(counts_smem, jnp.where(decision.copies, jnp.int32(1), jnp.int32(0)))
+            plgpu.barrier_arrive(planned)
 
-        copies = jnp.where(decision.copies, 1, 0)
-        num_copying = jnp.sum(copies, dtype=jnp.int32)
+            @pl.when(cta == 0)
+            def _update_slots() -> None:
+                for update, update_smem in zip(decision.updates, updates_smem, strict=True):
+                    update_smem[...] = update
+                plgpu.commit_smem()
+                for update_smem, vector_gmem in zip(updates_smem, updated_gmem, strict=True):
+                    if step.mapped:
+                        count = jnp.clip(num_live - first_row, 0, step.chunk_rows)
+                        scatter_rows(update_smem, vector_gmem, lambda row: rows_smem[step.num_values, row], count)
+                    else:
+                        write_rows(update_smem, vector_gmem, chunk, step.chunk_rows)
 
-        @pl.when(num_copying > 0)
-        def _copy() -> None:
-            count_copying(counts_smem, copies)
+        def plan_row(rank: jax.Array) -> tuple[jax.Array, dict[int, BlockIds]]:
+            row = row_of_rank(counts_smem, rank)
+            values = load_row(step.views[: step.num_values], rows_smem, row)
+            ids = {table: _block_ids(step, values, table, tables_gmem, first_row + row) for table in step.tables}
+            return step.operation.decide(values, jnp.bool_(True)).offset, ids
 
-            def plan_row(rank: jax.Array) -> tuple[jax.Array, dict[int, BlockIds]]:
-                row = row_of_rank(counts_smem, rank)
-                values = load_row(step.views[: step.num_values], rows_smem, row)
-                ids = {table: _block_ids(step, values, table, tables_gmem, first_row + row) for table in step.tables}
-                return step.operation.decide(values, jnp.bool_(True)).offset, ids
-
-            _deal_items(step, cta, num_copying, plan_row, pools_gmem, stages_smem, loaded)
-
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.barrier_wait(planned)
+        stages = [stage_smem.at[warpgroup] for stage_smem in stages_smem]
+        _deal_items(
+            step,
+            # Neighbouring items go to different SMs.
+            warpgroup * step.num_ctas + cta,
+            num_copying(counts_smem) * step.num_items,
+            plan_row,
+            pools_gmem,
+            stages,
+            loaded.at[warpgroup],
+        )
+        # The stores have read shared memory. The end of the launch waits for what they write.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def do_chunk_of_many(chunk: jax.Array) -> None:
         do_chunk(chunk)
-        # The next chunk's vectors arrive by bulk copies where this one's were just read.
-        plgpu.commit_smem()
+        plgpu.barrier_arrive(copied)
+
+        # The next chunk's vectors arrive where this one's were just read.
+        @pl.when(warpgroup == 0)
+        def _wait_for_all() -> None:
+            plgpu.barrier_wait(copied)
+            plgpu.commit_smem()
 
     if step.num_chunks == 1:
         do_chunk(0)
@@ -300,15 +351,15 @@ def _block_ids(
 
 def _deal_items(
     step: _Step,
-    cta: jax.Array,
-    num_copying: jax.Array,
+    first_item: jax.Array,
+    num_items: jax.Array,
     plan_row: Callable[[jax.Array], tuple[jax.Array, dict[int, BlockIds]]],
     pools_gmem: Sequence[Ref],
     stages_smem: Sequence[Ref],
     loaded: Ref,
 ) -> None:
-    """Copies every `num_ctas`-th of the `num_copying * num_items` work items, row after row."""
-    per_row, stride = jnp.int32(step.num_items), jnp.int32(step.num_ctas)
+    """Copies a warpgroup's share of the work items, row after row: as many apart as the grid has warpgroups."""
+    per_row, stride = jnp.int32(step.num_items), jnp.int32(step.num_ctas * step.num_warpgroups)
 
     def copy_row(first_item: jax.Array) -> jax.Array:
         rank = lax.div(first_item, per_row)
@@ -317,13 +368,11 @@ def _deal_items(
 
         @pl.loop(first_in_row, per_row, step=stride)
         def _item(item: jax.Array) -> None:
-            # The last item's stores have left the stage.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             start = 0
             for group in step.groups:
                 copy_tile = functools.partial(
                     _copy_tile,
-                    step.null_block_id,
+                    step,
                     group,
                     [pools_gmem[i] for i in group.members],
                     item - start,
@@ -334,16 +383,16 @@ def _deal_items(
                 )
                 pl.when((item >= start) & (item < start + group.num_items))(copy_tile)
                 start += group.num_items
-            plgpu.commit_smem_to_gmem_group()
+            free_stage()
 
         done = lax.div(per_row - first_in_row + stride - 1, stride)
         return first_item + done * stride
 
-    lax.while_loop(lambda item: item < num_copying * per_row, copy_row, cta)
+    lax.while_loop(lambda item: item < num_items, copy_row, first_item)
 
 
 def _copy_tile(
-    null_block_id: int | None,
+    step: _Step,
     group: PoolGroup,
     refs: Sequence[Ref],
     item: jax.Array,
@@ -359,7 +408,7 @@ def _copy_tile(
     block = lax.div(item, jnp.int32(tiling.num_items))
     layer = lax.rem(block, jnp.int32(group.num_layers))
     src, shift = (ids.conv_src, offset) if is_conv else (ids.temporal_src, jnp.int32(0))
-    usable = blocks_usable(src, ids.dst, num_blocks=pool.num_blocks, null_block_id=null_block_id)
+    usable = blocks_usable(src, ids.dst, num_blocks=pool.num_blocks, null_block_id=step.null_block_id)
 
     @pl.when(usable & window_moves(src, ids.dst, shift, group.state_len))
     def _move() -> None:
@@ -368,6 +417,7 @@ def _copy_tile(
             pool=lax.div(block, jnp.int32(group.num_layers)),
             stage_smem=stage_smem,
             loaded=loaded,
+            num_arrivals=step.num_loads,
             src=layer * pool.num_blocks + src,
             dst=layer * pool.num_blocks + ids.dst,
             offset=shift,

@@ -37,7 +37,8 @@ class TileCopy:
       pools_gmem: refs `[rows, elements of a block]` of equal geometry.
       pool: which of them, int32.
       stage_smem: ref `[stage elements]`.
-      loaded: barriers, one per load in flight.
+      loaded: barrier that counts `num_arrivals` loads.
+      num_arrivals: the most loads that any tile of the kernel has in flight. Static.
       src: row of the source block, int32.
       dst: row of the destination block, int32.
       offset: tokens to shift by, int32 in `[0, state_len)`.
@@ -47,23 +48,24 @@ class TileCopy:
     pool: jax.Array
     stage_smem: Ref
     loaded: Ref
+    num_arrivals: int
     src: jax.Array
     dst: jax.Array
     offset: jax.Array
 
-    def load(self, block: jax.Array, start: Index, size: int, stage_start: Index, barrier: Index) -> None:
+    def load(self, block: jax.Array, start: Index, size: int, stage_start: Index) -> None:
         """Starts a copy of `size` elements of `block` into the stage."""
         stage = self.stage_smem.at[pl.ds(stage_start, size)]
-        self._on_pool(lambda ref: bulk_load(ref.at[block, pl.ds(start, size)], stage, self.loaded.at[barrier]))
+        self._on_pool(lambda ref: bulk_load(ref.at[block, pl.ds(start, size)], stage, self.loaded))
+
+    def wait(self, num_loads: int | jax.Array) -> None:
+        """Waits until the `num_loads` loads that were started have arrived."""
+        wait_for_loads(self.loaded, num_loads, self.num_arrivals)
 
     def store(self, start: Index, size: int, stage_start: Index) -> None:
         """Starts a copy of `size` elements of the stage into the destination block."""
         stage = self.stage_smem.at[pl.ds(stage_start, size)]
         self._on_pool(lambda ref: bulk_store(stage, ref.at[self.dst, pl.ds(start, size)]))
-
-    def wait(self, barrier: Index) -> None:
-        """Waits for the load that was started on `barrier`."""
-        plgpu.barrier_wait(self.loaded.at[barrier])
 
     def _on_pool(self, copy: Callable[[Ref], None]) -> None:
         if len(self.pools_gmem) == 1:
@@ -72,56 +74,77 @@ class TileCopy:
             lax.switch(self.pool, [functools.partial(copy, ref) for ref in self.pools_gmem])
 
 
-def copy_token_rows(tiling: TokenRows, copy: TileCopy, tile: jax.Array) -> None:
-    """Moves tokens `offset` and later of a channel range to the front of the destination."""
+def wait_for_loads(loaded: Ref, num_loads: int | jax.Array, num_arrivals: int) -> None:
+    """Waits for `num_loads` loads on a barrier that counts `num_arrivals`: those that are missing arrive too.
+
+    One barrier serves all tiles of a warpgroup, because each barrier costs time at launch.
+    """
+    if isinstance(num_loads, int):
+        for _ in range(num_loads, num_arrivals):
+            plgpu.barrier_arrive(loaded)
+    else:
+        pl.loop(num_loads, jnp.int32(num_arrivals))(lambda _: plgpu.barrier_arrive(loaded))
+    plgpu.barrier_wait(loaded)
+
+
+def copy_token_rows(tiling: TokenRows, copy: TileCopy, item: jax.Array) -> None:
+    """Moves a range of one token's row, or within one block the same range of all its tokens in order."""
+    tiles_per_row = jnp.int32(num_tiles(tiling.extent, tiling.tile))
 
     def move(start: Index, size: int) -> None:
-        def load(token: Index) -> None:
-            copy.load(copy.src, token * tiling.extent + start, size, token * tiling.tile, token)
-
-        def store(token: Index) -> None:
-            copy.store((token - copy.offset) * tiling.extent + start, size, token * tiling.tile)
+        def move_token(token: Index) -> None:
+            copy.load(copy.src, token * tiling.extent + start, size, 0)
+            copy.wait(1)
+            if tiling.num_tokens > 1:
+                # A block that is shifted in place is written where it was just read. The wait orders that on
+                # the device; the interpreter's race detection wants the fence too.
+                plgpu.commit_smem()
+            copy.store((token - copy.offset) * tiling.extent + start, size, 0)
 
         if tiling.num_tokens == 1:
-            load(0)
-            copy.wait(0)
-            copy.store(start, size, 0)
-        else:
-            tokens = pl.loop(copy.offset, jnp.int32(tiling.num_tokens))
-            tokens(load)
-            tokens(copy.wait)
-            # A block that is shifted in place is written where it was just read. The waits order that on the
-            # device; the interpreter's race detection wants the fence too.
-            plgpu.commit_smem()
-            tokens(store)
+            move_token(0)
+            return
+        token = lax.div(item, tiles_per_row)
+        in_place = copy.src == copy.dst
+        # In place, the first token's item moves them all and the others are left nothing.
+        first = jnp.where(in_place, copy.offset + token * tiling.num_tokens, jnp.maximum(token, copy.offset))
+        end = jnp.where(in_place, jnp.int32(tiling.num_tokens), token + 1)
 
-    _with_tile(tiling, tile, move)
+        @pl.loop(first, end)
+        def _token(token: jax.Array) -> None:
+            move_token(token)
+            free_stage()
+
+    _with_tile(tiling, lax.rem(item, tiles_per_row), move)
 
 
 def copy_shifted_rows(tiling: ShiftedRows, copy: TileCopy, tile: jax.Array) -> None:
     """Shifts the tokens of a channel range within each channel; its last `offset` tokens keep their bytes."""
+    shifted, in_place = copy.offset > 0, copy.src == copy.dst
 
     def move(start: Index, size: int) -> None:
-        copy.load(copy.src, start, size, 0, 0)
+        # The source, and behind it what the destination keeps.
+        loads_kept = (shifted & ~in_place).astype(jnp.int32)
 
-        @pl.when(copy.offset == 0)
-        def _copy_whole() -> None:
-            copy.wait(0)
-            copy.store(start, size, 0)
+        @pl.loop(jnp.int32(0), 1 + loads_kept)
+        def _load(which: jax.Array) -> None:
+            block = jnp.where(which == 0, copy.src, copy.dst)
+            copy.load(block, start, size, which * tiling.destination_start)
 
-        @pl.when(copy.offset > 0)
-        def _copy_shifted() -> None:
-            copy.load(copy.dst, start, size, tiling.destination_start, 1)
-            copy.wait(0)
-            copy.wait(1)
+        copy.wait(1 + loads_kept)
+
+        @pl.when(shifted)
+        def _shift_tile() -> None:
             _shift(
                 copy.stage_smem,
                 size,
                 source_start=copy.offset,
+                kept_start=loads_kept * tiling.destination_start,
                 destination_start=tiling.destination_start,
                 is_moved=lambda i: lax.rem(i, jnp.int32(tiling.state_len)) < tiling.state_len - copy.offset,
             )
-            copy.store(start, size, tiling.destination_start)
+
+        copy.store(start, size, shifted.astype(jnp.int32) * tiling.destination_start)
 
     _with_tile(tiling, tile, move)
 
@@ -136,25 +159,29 @@ def copy_whole_block(tiling: WholeBlocks, copy: TileCopy) -> None:
         def _step() -> None:
             aligned = lax.div(start + shift, jnp.int32(tiling.unit)) * tiling.unit
             source = jnp.minimum(aligned, tiling.extent - tiling.source_tile)
-            copy.load(copy.src, source, tiling.source_tile, 0, 0)
-            copy.load(copy.dst, start, size, tiling.destination_start, 1)
-            copy.wait(0)
-            copy.wait(1)
+            copy.load(copy.src, source, tiling.source_tile, 0)
+            copy.load(copy.dst, start, size, tiling.destination_start)
+            copy.wait(2)
             _shift(
                 copy.stage_smem,
                 size,
                 source_start=start + shift - source,
+                kept_start=tiling.destination_start,
                 destination_start=tiling.destination_start,
                 is_moved=lambda i: i < num_moved - start,
             )
             copy.store(start, size, tiling.destination_start)
-            # The next step uses the same stage.
-            plgpu.commit_smem_to_gmem_group()
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            free_stage()
 
     @pl.loop(jnp.int32(0), jnp.int32(num_tiles(tiling.extent, tiling.tile)))
     def _walk(tile: jax.Array) -> None:
         _with_tile(tiling, tile, move)
+
+
+def free_stage() -> None:
+    """Waits until the stores that were issued have read the stage."""
+    plgpu.commit_smem_to_gmem_group()
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _with_tile(
@@ -176,10 +203,11 @@ def _shift(
     size: int,
     *,
     source_start: jax.Array,
+    kept_start: int | jax.Array,
     destination_start: int,
     is_moved: Callable[[jax.Array], jax.Array],
 ) -> None:
-    """Replaces the moved elements of the staged destination by those of the staged source."""
+    """Puts the moved elements of the staged source and the kept elements at the start of the destination."""
     length = vector_size(size)
     layout = plgpu.Layout.WG_STRIDED((length,), vec_size=1)
     dtype = stage_smem.dtype
@@ -192,11 +220,11 @@ def _shift(
     @pl.loop(jnp.int32(0), jnp.int32(padded(size) // length))
     def _vector(k: jax.Array) -> None:
         start = k * length
-        source, destination = load(source_start + start), load(destination_start + start)
+        source, kept = load(source_start + start), load(kept_start + start)
         index = start + plgpu.broadcasted_iota(jnp.int32, (length,), 0, layout=layout)
         # Masks, because Mosaic GPU has no select on 8-bit types.
         mask = (-is_moved(index).astype(jnp.int32)).astype(bits)
-        merged = (source & mask) | (destination & ~mask)
+        merged = (source & mask) | (kept & ~mask)
         stage_smem[pl.ds(destination_start + start, length)] = lax.bitcast_convert_type(merged, dtype)
 
     plgpu.commit_smem()

@@ -24,8 +24,6 @@ LINE_BYTES = 128
 LANES = 128
 # A shift handles a tile in vectors of at most this many elements, to bound its registers.
 _MAX_VECTOR = 1024
-# Mosaic GPU's limit for one array of barriers.
-_MAX_BARRIERS = 32
 
 
 def num_tiles(extent: int, tile: int) -> int:
@@ -42,13 +40,13 @@ def round_up(value: int, multiple: int) -> int:
 class TokenRows:
     """Blocks of `num_tokens` rows, each a whole number of copy units: temporal and aligned SD blocks.
 
-    A tile is a range of channels over all tokens, so that a shift inside one block reads all it
-    needs before it writes. No register is involved. A temporal block is a single row.
+    A tile is a range of one row, which moves without touching a register. A temporal block is a
+    single row.
 
     Attributes:
       num_tokens: rows of a block.
       extent: elements of a row, the axis that is tiled.
-      tile: elements of a tile in each row.
+      tile: elements of a tile.
     """
 
     num_tokens: int
@@ -57,18 +55,18 @@ class TokenRows:
 
     @property
     def num_items(self) -> int:
-        """Work items of a block: its tiles."""
-        return num_tiles(self.extent, self.tile)
+        """Work items of a block: the tiles of all its rows."""
+        return self.num_tokens * num_tiles(self.extent, self.tile)
 
     @property
     def stage_elements(self) -> int:
         """Elements of the stage that a tile passes through."""
-        return self.num_tokens * self.tile
+        return self.tile
 
     @property
-    def num_barriers(self) -> int:
-        """Loads in flight at once."""
-        return self.num_tokens
+    def num_loads(self) -> int:
+        """Loads in flight at once, at most."""
+        return 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,14 +99,14 @@ class ShiftedRows:
         return self.destination_start + padded(self.tile)
 
     @property
-    def num_barriers(self) -> int:
-        """Loads in flight at once."""
+    def num_loads(self) -> int:
+        """Loads in flight at once, at most: the source's and the destination's."""
         return 2
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeBlocks:
-    """SD blocks that `TokenRows` does not fit: rows of no whole number of copy units, or too many tokens.
+    """SD blocks whose rows are no whole number of copy units.
 
     No tile of theirs is independent of its neighbours, so one thread block walks the whole block
     from front to back. Real models have no such shapes; they are slow, but right.
@@ -146,8 +144,8 @@ class WholeBlocks:
         return self.destination_start + padded(self.tile)
 
     @property
-    def num_barriers(self) -> int:
-        """Loads in flight at once."""
+    def num_loads(self) -> int:
+        """Loads in flight at once, at most: the source's and the destination's."""
         return 2
 
 
@@ -155,8 +153,8 @@ Tiling = TokenRows | ShiftedRows | WholeBlocks
 
 
 def vector_size(tile: int) -> int:
-    """Elements of the vectors that shift a tile."""
-    return min(round_up(tile, LANES), _MAX_VECTOR)
+    """Elements of the vectors that shift a tile: as few vectors as possible, all alike."""
+    return round_up(num_tiles(tile, num_tiles(tile, _MAX_VECTOR)), LANES)
 
 
 def padded(tile: int) -> int:
@@ -167,31 +165,35 @@ def padded(tile: int) -> int:
 def _even_tile(extent: int, limit: int, row: int, itemsize: int) -> int:
     """A tile of whole rows, at most about `limit` elements, that cuts `extent` as evenly as its alignment allows.
 
-    Tiles start on a line where a multiple of rows that does so is no larger than `limit`, else on a copy unit.
+    Tiles start on a line where a multiple of rows that does so is no larger than `limit`, else on a
+    copy unit. A last tile of another size costs code of its own, so tiles are up to twice as small if
+    that makes them all alike.
     """
     multiple = math.lcm(row, LINE_BYTES // math.gcd(LINE_BYTES, itemsize))
     if multiple > limit:
         multiple = math.lcm(row, COPY_UNIT_BYTES // math.gcd(COPY_UNIT_BYTES, itemsize))
-    limit = max(limit // multiple, 1) * multiple
-    count = num_tiles(extent, limit)
-    return min(round_up(num_tiles(extent, count), multiple), extent)
+    fewest = num_tiles(extent, max(limit // multiple, 1) * multiple)
+    for count in range(fewest, 2 * fewest + 1):
+        if extent % (count * multiple) == 0:
+            return extent // count
+    return min(round_up(num_tiles(extent, fewest), multiple), extent)
 
 
-def tile_blocks(pool: Pool, conv_layout: ConvStateLayout, stage_bytes: int) -> Tiling:
-    """Cuts the blocks of `pool` so that a tile's stage takes about `stage_bytes`."""
+def tile_blocks(pool: Pool, conv_layout: ConvStateLayout, *, tile_bytes: int, stage_bytes: int) -> Tiling:
+    """Cuts the blocks of `pool` into tiles of about `tile_bytes`, or such that a shifted tile fills a stage."""
     itemsize = pool.dtype.itemsize
     unit = COPY_UNIT_BYTES // math.gcd(COPY_UNIT_BYTES, itemsize)
-    budget = stage_bytes // itemsize
     size = pool.block_size
     if pool.kind is StateKind.TEMPORAL:
-        return TokenRows(num_tokens=1, extent=size, tile=_even_tile(size, budget, 1, itemsize))
-    if conv_layout is ConvStateLayout.DS:
+        num_tokens, row = 1, size
+    elif conv_layout is ConvStateLayout.DS:
         state_len = pool.block_shape[1]
-        return ShiftedRows(state_len, extent=size, tile=_even_tile(size, budget // 2, state_len, itemsize))
-    num_tokens, row = pool.block_shape
-    if row % unit == 0 and num_tokens <= _MAX_BARRIERS and num_tokens * unit <= budget:
-        return TokenRows(num_tokens, extent=row, tile=_even_tile(row, budget // num_tokens, 1, itemsize))
-    return WholeBlocks(row, extent=size, tile=_even_tile(size, budget // 3, 1, itemsize), unit=unit)
+        return ShiftedRows(state_len, size, tile=_even_tile(size, stage_bytes // 2 // itemsize, state_len, itemsize))
+    else:
+        num_tokens, row = pool.block_shape
+    if row % unit == 0:
+        return TokenRows(num_tokens, row, tile=_even_tile(row, tile_bytes // itemsize, 1, itemsize))
+    return WholeBlocks(row, size, tile=_even_tile(size, stage_bytes // 3 // itemsize, 1, itemsize), unit=unit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +223,9 @@ class PoolGroup:
         return len(self.members) * self.num_layers * self.tiling.num_items
 
 
-def group_pools(pools: Sequence[Pool], conv_layout: ConvStateLayout, stage_bytes: int) -> tuple[PoolGroup, ...]:
+def group_pools(
+    pools: Sequence[Pool], conv_layout: ConvStateLayout, *, tile_bytes: int, stage_bytes: int
+) -> tuple[PoolGroup, ...]:
     """Groups pools by everything but their bytes."""
     members: dict[Pool, list[int]] = {}
     for i, pool in enumerate(pools):
@@ -230,7 +234,7 @@ def group_pools(pools: Sequence[Pool], conv_layout: ConvStateLayout, stage_bytes
         PoolGroup(
             members=tuple(indices),
             pool=pool,
-            tiling=tile_blocks(pool, conv_layout, stage_bytes),
+            tiling=tile_blocks(pool, conv_layout, tile_bytes=tile_bytes, stage_bytes=stage_bytes),
             state_len=pool.block_shape[conv_layout.token_axis - 1] if pool.kind is StateKind.CONV else 1,
         )
         for pool, indices in members.items()
@@ -243,7 +247,8 @@ def kernel_obstacle(pool: Pool, conv_layout: ConvStateLayout) -> str | None:
         return f"{pool.path} has dtype {pool.dtype.name}; the kernel moves 1-, 2-, 4- and 8-byte integers and floats"
     if pool.block_bytes % COPY_UNIT_BYTES:
         return f"{pool.path} has blocks of {pool.block_bytes} bytes; the kernel takes multiples of {COPY_UNIT_BYTES}"
-    if pool.size and tile_blocks(pool, conv_layout, 0).stage_elements * pool.dtype.itemsize > MAX_STAGE_BYTES:
+    tiling = tile_blocks(pool, conv_layout, tile_bytes=0, stage_bytes=0) if pool.size else None
+    if tiling and tiling.stage_elements * pool.dtype.itemsize > MAX_STAGE_BYTES:
         return f"{pool.path} has a state_len of {pool.block_shape[1]}, too long for a stage in shared memory"
     return None
 

@@ -70,7 +70,7 @@ class Layer:
     num_layers: int | None = None
 
 
-_DEFAULT_CONFIG = KernelConfig(num_ctas=3)
+_DEFAULT_CONFIG = KernelConfig(num_ctas=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _two(conv: Conv | None, temporal: Temporal | None, **fields: Any) -> tuple[L
     return (Layer(conv, temporal, **fields),) * 2
 
 
-_SMALL_STAGE = KernelConfig(num_ctas=3, stage_bytes=2048)
+_SMALL_STAGE = KernelConfig(num_ctas=2, stage_bytes=2048, tile_bytes=2048)
 _SMALL = _two(Conv(40, 5), Temporal((4, 64)))
 _RUBBISH = _two(Conv(40, 5), Temporal((4, 64)), num_blocks=60)
 # For what has nothing to do with the choice of a pool, so that more of these compile in the same time.
@@ -482,9 +482,20 @@ def check_case(implementation: str, case: Case, layout: str) -> None:
     arguments, options = random_arguments(case)
     options["conv_layout"] = layout
     want = run(case.operation, "oracle", states, *arguments, **options)
-    with jax.enable_x64(case.x64):
+    with wide_types(case.x64):
         got = run(case.operation, implementation, states, *arguments, config=case.config, **options)
         assert_same_bytes(got, want)
+
+
+@contextlib.contextmanager
+def wide_types(enabled: bool) -> Iterator[None]:
+    """Allows 8-byte types in all threads: the interpreter's do not see what `jax.enable_x64` sets for this one."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", enabled)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 def assert_same_bytes(got: Any, want: Any) -> None:

@@ -398,7 +398,7 @@ def test_table_without_columns_moves_nothing() -> None:
     np.testing.assert_array_equal(state.conv, _STATE.conv)
 
 
-@pytest.mark.parametrize("field", ["num_ctas", "ctas_per_sm", "stage_bytes"])
+@pytest.mark.parametrize("field", ["num_ctas", "num_warpgroups", "tile_bytes", "stage_bytes"])
 @pytest.mark.parametrize("value", [0, -2048, 1000.5, "8", True, 2**31])
 def test_kernel_config_checks_its_fields(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"KernelConfig\.{field} must be .*, got {value!r}"):

@@ -66,7 +66,7 @@ def _case(dtypes: list[np.dtype], multiple_of: int) -> st.SearchStrategy[Case]:
         mapped=st.booleans(),
         preserve_accepted=st.booleans(),
         optional_ids=st.booleans(),
-        config=st.sampled_from([KernelConfig(num_ctas=2, stage_bytes=size) for size in (2048, 16384)]),
+        config=st.sampled_from([KernelConfig(num_ctas=2, stage_bytes=size, tile_bytes=size) for size in (2048, 16384)]),
         seed=st.integers(0, 2**16),
     )
 
