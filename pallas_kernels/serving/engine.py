@@ -26,7 +26,7 @@ has. Its state is computed again, from the last of its blocks that is still publ
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +92,14 @@ class Scheduled:
         return len(self.known) + len(self.drafts)
 
 
+class Step(NamedTuple):
+    """A step that was run: where the states were, what was planned, and what was accepted."""
+
+    slots: Slots
+    plan: StepPlan
+    num_accepted: np.ndarray
+
+
 @dataclasses.dataclass
 class Stats:
     """Counts over the life of an engine.
@@ -127,10 +135,13 @@ class Engine:
     """Serves requests with greedy sampling, in a batch of a fixed number of rows.
 
     Attributes:
+      model: the model.
+      weights: its weights.
+      config: constants of its steps.
       states: the pools, one `MambaState` per layer.
       slots: where each row's state is.
       stats: counts.
-      last_step: arguments of the last `serve_step` besides the pools, for measurements.
+      last_step: what the last step was given and what it accepted, for measurements.
     """
 
     def __init__(
@@ -164,7 +175,7 @@ class Engine:
         Raises:
           ValueError: the pools are too small for a single request.
         """
-        self._model, self._weights, self._config = model, weights, config
+        self.model, self.weights, self.config = model, weights, config
         # A request holds the columns from the one before its first scheduled token to its last draft's checkpoint.
         self._blocks_per_request = 2 + -(-config.num_spec // config.block_size) + config.num_spec
         if num_blocks <= self._blocks_per_request:
@@ -182,11 +193,13 @@ class Engine:
         self.stats = Stats()
         self.slots = Slots(jnp.full(batch, -1, jnp.int32), jnp.ones(batch, jnp.int32))
         self.states = _empty_pools(model, config, num_blocks)
-        self.last_step: tuple[Slots, StepPlan, Any] | None = None
+        self.last_step: Step | None = None
         if mesh is not None:
-            self._weights = model.shard(weights, mesh, TENSOR_AXIS)
+            self.weights = model.shard(weights, mesh, TENSOR_AXIS)
             specs = partition_specs(self.states, conv_layout=config.conv_layout, tensor_axis=TENSOR_AXIS)
-            self.states = jax.tree.map(lambda pool, spec: jax.device_put(pool, NamedSharding(mesh, spec)), self.states, specs)
+            self.states = jax.tree.map(
+                lambda pool, spec: jax.device_put(pool, NamedSharding(mesh, spec)), self.states, specs
+            )
 
     @property
     def running(self) -> list[Request]:
@@ -231,12 +244,13 @@ class Engine:
         if not scheduled:
             return 0
         plan = self._plan(scheduled)
-        self.last_step = (jax.tree.map(np.asarray, self.slots), plan)
+        slots = self.slots
         self.states, self.slots, sampled, num_accepted = serve_step(
-            self._weights, self.states, self.slots, plan, model=self._model, config=self._config
+            self.weights, self.states, slots, plan, model=self.model, config=self.config
         )
-        # The state is right by now, in the order of the device: what follows is bookkeeping.
+        # The state is right now, in the order of the device. What follows is bookkeeping.
         sampled, num_accepted = jax.device_get((sampled, num_accepted))
+        self.last_step = Step(slots, plan, num_accepted)
         return self._advance(scheduled, plan, sampled, num_accepted)
 
     def preempt(self, request: Request) -> None:
@@ -257,7 +271,7 @@ class Engine:
 
     def _find_prefix(self, request: Request) -> None:
         """Starts a request from the longest published prefix that leaves it a token to compute."""
-        block_size = self._config.block_size
+        block_size = self.config.block_size
         request.num_computed = 0
         if self._prefix_cache:
             request.keys = block_keys(request.tokens, block_size, request.keys)
@@ -284,19 +298,19 @@ class Engine:
     def _next_chunk(self, request: Request) -> Scheduled:
         """Known tokens up to the next boundary, so that no block that could be published is missed; then drafts."""
         start = request.num_computed
-        to_boundary = self._config.block_size - start % self._config.block_size
+        to_boundary = self.config.block_size - start % self.config.block_size
         known = request.tokens[start : start + min(to_boundary, self._prefill_tokens + 1)]
         reaches_end = start + len(known) == len(request.tokens)
         # The last token comes from the model in any case.
-        limit = min(self._config.num_spec, request.max_tokens - len(request.tokens) - 1)
+        limit = min(self.config.num_spec, request.max_tokens - len(request.tokens) - 1)
         drafts = self._drafter.draft(request.request_id, request.tokens, limit) if reaches_end and limit else []
         return Scheduled(known, drafts, request in self._fresh, reaches_end)
 
     def _get_blocks(self, request: Request, chunk: Scheduled) -> bool:
         """Gets a block for every column that the step may write; False if `request` itself had to give way."""
         certain = request.num_computed + len(chunk.known)
-        first = (certain - 1) // self._config.block_size
-        last = (certain + len(chunk.drafts) - 1) // self._config.block_size + len(chunk.drafts)
+        first = (certain - 1) // self.config.block_size
+        last = (certain + len(chunk.drafts) - 1) // self.config.block_size + len(chunk.drafts)
         for column in range(first, last + 1):
             while column not in request.columns:
                 block = self._pool.allocate()
@@ -311,7 +325,7 @@ class Engine:
 
     def _plan(self, scheduled: dict[int, Scheduled]) -> StepPlan:
         """Writes the step down as arrays."""
-        batch, config = len(self._rows), self._config
+        batch, config = len(self._rows), self.config
         width = self._prefill_tokens if any(len(chunk.known) > 1 for chunk in scheduled.values()) else 0
         plan = StepPlan(
             block_tables=np.full((batch, self._num_columns), NULL_BLOCK, np.int32),
@@ -340,13 +354,12 @@ class Engine:
         self, scheduled: dict[int, Scheduled], plan: StepPlan, sampled: np.ndarray, num_accepted: np.ndarray
     ) -> int:
         """Appends tokens, publishes blocks, releases what is not needed any more; returns the number of tokens."""
-        block_size, num_output = self._config.block_size, 0
-        num_scheduled = plan.num_prefill + plan.num_window
+        block_size, num_output = self.config.block_size, 0
         inputs = PostprocessInputs(
-            mamba_state_idx=(plan.num_computed + num_scheduled - 1) // block_size,
+            mamba_state_idx=(plan.num_computed + plan.num_scheduled - 1) // block_size,
             num_accepted_tokens=num_accepted,
             num_computed_tokens=plan.num_computed,
-            num_scheduled_tokens=num_scheduled,
+            num_scheduled_tokens=plan.num_scheduled,
             num_draft_tokens=plan.num_draft,
         )
         for saved in row_steps(inputs, batch=len(self._rows), block_size=block_size):

@@ -83,7 +83,7 @@ class Mamba2:
 
     @classmethod
     def random(cls, size: str, seed: int = 0) -> tuple["Mamba2", Any]:
-        """Returns a model of one of `SIZES` and its weights: random, and the same for the same seed.
+        """Returns a model of one of `SIZES` and its weights, a dict: random, and the same for the same seed.
 
         Raises:
           ValueError: `size` names nothing.
@@ -93,7 +93,7 @@ class Mamba2:
         # A chunk of one token: the package pads every call to whole chunks.
         config = dataclasses.replace(SIZES[size], chunk_size=1)
         graph, weights = nnx.split(create_random_model(config, seed))
-        return cls(config, graph), weights
+        return cls(config, graph), nnx.to_pure_dict(weights)
 
     @property
     def num_layers(self) -> int:

@@ -29,7 +29,7 @@ class StepConfig:
     block_size: int
     num_spec: int
     conv_layout: str = "DS"
-    copies: Copies = FusedCopies()
+    copies: Copies = dataclasses.field(default_factory=FusedCopies)
 
 
 @functools.partial(
@@ -50,7 +50,16 @@ class Slots:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["block_tables", "fresh", "num_computed", "prefill", "num_prefill", "window", "num_window", "num_draft"],
+    data_fields=[
+        "block_tables",
+        "fresh",
+        "num_computed",
+        "prefill",
+        "num_prefill",
+        "window",
+        "num_window",
+        "num_draft",
+    ],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +88,13 @@ class StepPlan:
     num_window: Any
     num_draft: Any
 
+    @property
+    def num_scheduled(self) -> Any:
+        """Tokens that each row computes, int32 `[B]`."""
+        return self.num_prefill + self.num_window
 
-@functools.partial(jax.jit, static_argnames=("model", "config"), donate_argnames=("states", "slots"))
+
+@functools.partial(jax.jit, static_argnames=("model", "config"), donate_argnames="states")
 def serve_step(
     weights: Any, states: list[MambaState], slots: Slots, plan: StepPlan, *, model: LanguageModel, config: StepConfig
 ) -> tuple[list[MambaState], Slots, jax.Array, jax.Array]:
@@ -89,7 +103,7 @@ def serve_step(
     Args:
       weights: of the model.
       states: the pools, one `MambaState` per layer. Donated.
-      slots: where each row's state is. Donated.
+      slots: where each row's state is.
       plan: what to compute.
       model: the model. Static.
       config: the engine's constants. Static.
@@ -98,75 +112,72 @@ def serve_step(
       The states and slots after the step, the greedy token after each token of the window, int32 `[B, W]`, and how many
       of those count, the bonus token included, int32 `[B]`.
     """
-    options = {"block_size": config.block_size, "conv_layout": config.conv_layout}
-    num_scheduled = plan.num_prefill + plan.num_window
-    end = plan.num_computed + num_scheduled
+    # 1. Every row's state moves to the column where its last scheduled token runs.
+    states, slots = preprocess(states, slots, plan, config)
 
-    # 1. A request that comes new or comes back runs on from its cached block, if it has one (its column is -1 if not).
-    idx = jnp.where(plan.fresh, (plan.num_computed - 1) // config.block_size, slots.mamba_state_idx)
-    accepted = jnp.where(plan.fresh, 1, slots.num_accepted_tokens)
-
-    # 2. The state moves to the column where the last scheduled token runs.
-    query_start_loc = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(num_scheduled, dtype=jnp.int32)])
-    inputs = PreprocessInputs(
-        mamba_state_idx=idx,
-        num_accepted_tokens=accepted,
-        num_computed_tokens=plan.num_computed,
-        query_start_loc=query_start_loc,
-    )
-    states, idx, accepted = config.copies.preprocess(states, inputs, plan.block_tables, **options)
-
-    # 3. The model runs over the known tokens, then over the window. Every checkpoint goes to a column of its own.
-    cache = _read(states, plan.block_tables, idx, accepted - 1, plan.num_computed > 0, model.conv_kernel, config)
+    # 2. The model runs over the known tokens, then over the window. Every checkpoint goes to a column of its own.
+    cache = _read(states, slots, plan, model.conv_kernel, config)
     if plan.prefill.shape[1]:
         cache = model.prefill(weights, cache, plan.prefill, plan.num_prefill)
     logits, checkpoints = model.verify(weights, cache, plan.window)
-    blocks = aligned_state_indices(
-        plan.block_tables,
-        end,
-        block_size=config.block_size,
-        num_state_slots=1 + config.num_spec,
-        null_block_id=NULL_BLOCK,
-    )
-    states = _write(states, blocks, checkpoints, config)
+    states = _write(states, plan, checkpoints, config)
 
-    # 4. Drafts are good as long as they are what the model says. One more token comes for free.
+    # 3. Drafts are good as long as they are what the model says. One more token comes for free.
     sampled = jnp.argmax(logits, axis=-1).T.astype(jnp.int32)
     is_draft = jnp.arange(config.num_spec) < plan.num_draft[:, None]
     good = is_draft & (sampled[:, :-1] == plan.window[:, 1:])
     num_accepted = 1 + jnp.cumprod(good, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
 
-    # 5. The state at the boundary that was reached, if one was, goes to the block that the host may publish.
+    # 4. The state at the boundary that was reached, if one was, goes to the block that the host may publish.
+    states, slots = postprocess(states, slots, plan, num_accepted, config)
+    return states, slots, sampled, num_accepted
+
+
+def preprocess(
+    states: list[MambaState], slots: Slots, plan: StepPlan, config: StepConfig
+) -> tuple[list[MambaState], Slots]:
+    """Moves the states. A fresh request starts from its cached block, or from column -1 where it has none."""
+    starts = jnp.zeros(1, jnp.int32)
+    inputs = PreprocessInputs(
+        mamba_state_idx=jnp.where(plan.fresh, (plan.num_computed - 1) // config.block_size, slots.mamba_state_idx),
+        num_accepted_tokens=jnp.where(plan.fresh, 1, slots.num_accepted_tokens),
+        num_computed_tokens=plan.num_computed,
+        query_start_loc=jnp.concatenate([starts, jnp.cumsum(plan.num_scheduled, dtype=jnp.int32)]),
+    )
+    states, idx, counter = config.copies.preprocess(
+        states, inputs, plan.block_tables, block_size=config.block_size, conv_layout=config.conv_layout
+    )
+    return states, Slots(idx, counter)
+
+
+def postprocess(
+    states: list[MambaState], slots: Slots, plan: StepPlan, num_accepted: jax.Array, config: StepConfig
+) -> tuple[list[MambaState], Slots]:
+    """Saves the states of the boundaries that were reached."""
     inputs = PostprocessInputs(
-        mamba_state_idx=idx,
+        mamba_state_idx=slots.mamba_state_idx,
         num_accepted_tokens=num_accepted,
         num_computed_tokens=plan.num_computed,
-        num_scheduled_tokens=num_scheduled,
+        num_scheduled_tokens=plan.num_scheduled,
         num_draft_tokens=plan.num_draft,
     )
-    states, counter = config.copies.postprocess(states, inputs, plan.block_tables, **options)
-    return states, Slots(idx, counter), sampled, num_accepted
+    states, counter = config.copies.postprocess(
+        states, inputs, plan.block_tables, block_size=config.block_size, conv_layout=config.conv_layout
+    )
+    return states, Slots(slots.mamba_state_idx, counter)
 
 
-def _read(
-    states: list[MambaState],
-    block_tables: jax.Array,
-    idx: jax.Array,
-    offset: jax.Array,
-    has_state: jax.Array,
-    conv_kernel: int,
-    config: StepConfig,
-) -> Cache:
-    """Takes every row's true state from the pools: temporal column `idx + offset`, conv offset `offset`."""
+def _read(states: list[MambaState], slots: Slots, plan: StepPlan, conv_kernel: int, config: StepConfig) -> Cache:
+    """Takes every row's true state from the pools: `num_accepted_tokens - 1` checkpoints behind the running column."""
+    idx, offset = slots.mamba_state_idx, slots.num_accepted_tokens - 1
+    has_state = plan.num_computed > 0
 
     def blocks(column: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(block_tables, jnp.maximum(column, 0)[:, None], axis=1)[:, 0]
-
-    at = offset[:, None] + jnp.arange(conv_kernel - 1)
+        return jnp.take_along_axis(plan.block_tables, jnp.maximum(column, 0)[:, None], axis=1)[:, 0]
 
     def conv(pool: jax.Array) -> jax.Array:
-        window = _dim_first(pool[blocks(idx)], config)
-        inputs = jnp.take_along_axis(window, at[:, None, :], axis=2)
+        token = offset[:, None, None] + jnp.arange(conv_kernel - 1)
+        inputs = jnp.take_along_axis(_dim_first(pool[blocks(idx)], config), token, axis=2)
         return jnp.where(has_state[:, None, None], inputs, 0)
 
     def temporal(pool: jax.Array) -> jax.Array:
@@ -176,8 +187,18 @@ def _read(
     return Cache(tuple(conv(state.conv) for state in states), tuple(temporal(state.temporal) for state in states))
 
 
-def _write(states: list[MambaState], blocks: jax.Array, checkpoints: Cache, config: StepConfig) -> list[MambaState]:
-    """Puts the checkpoints into the pools: temporal ones into `blocks[:, i]`, all conv inputs into `blocks[:, 0]`."""
+def _write(states: list[MambaState], plan: StepPlan, checkpoints: Cache, config: StepConfig) -> list[MambaState]:
+    """Puts temporal checkpoint i into column `mamba_state_idx + i`, and all conv inputs into the running column.
+
+    Columns without a block have the null block's id: what has no place goes there.
+    """
+    blocks = aligned_state_indices(
+        plan.block_tables,
+        plan.num_computed + plan.num_scheduled,
+        block_size=config.block_size,
+        num_state_slots=1 + config.num_spec,
+        null_block_id=NULL_BLOCK,
+    )
 
     def conv(pool: jax.Array, after: jax.Array) -> jax.Array:
         # The window after the first token, and the one input that each further token adds.
