@@ -41,23 +41,22 @@ class NgramDrafter:
 
 
 class ScriptedDrafter:
-    """Knows the truth, and forces how many of its guesses are accepted. For tests."""
+    """Knows the truth, and so decides how many of its guesses are accepted."""
 
-    def __init__(self, truth: Mapping[int, Sequence[int]], accepted: Iterable[int], vocab_size: int) -> None:
+    def __init__(self, truth: Mapping[int, Sequence[int]], script: Iterable[tuple[int, int]], vocab_size: int) -> None:
         """Takes what to draft.
 
         Args:
           truth: all tokens, prompt included, of each request.
-          accepted: the accepted counts to force, bonus token included, in turn: `n` right guesses are followed by
-            wrong ones, with `n + 1` accepted.
+          script: numbers of right guesses and of wrong ones after them, taken in turn, over and over.
           vocab_size: tokens are below this.
         """
         self._truth = truth
-        self._accepted = itertools.cycle(accepted)
+        self._script = itertools.cycle(script)
         self._vocab_size = vocab_size
 
     def draft(self, request_id: int, tokens: Sequence[int], limit: int) -> list[int]:
-        """Returns the next right tokens, then wrong ones, `limit` in all."""
-        right = next(self._accepted) - 1
-        following = self._truth[request_id][len(tokens) : len(tokens) + limit]
+        """Returns the next right tokens, then wrong ones."""
+        right, wrong = next(self._script)
+        following = self._truth[request_id][len(tokens) : len(tokens) + min(limit, right + wrong)]
         return [token if i < right else (token + 1) % self._vocab_size for i, token in enumerate(following)]

@@ -34,7 +34,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from layouts import ConvStateLayout, MambaState, partition_specs, row_steps
-from pallas_kernels.inputs import PostprocessInputs
 from pallas_kernels.serving.blocks import NULL_BLOCK, BlockPool, block_keys
 from pallas_kernels.serving.copies import TENSOR_AXIS
 from pallas_kernels.serving.drafters import Drafter, NgramDrafter
@@ -212,6 +211,11 @@ class Engine:
         return not self._waiting and not self.running
 
     @property
+    def num_available_blocks(self) -> int:
+        """Blocks that no request holds."""
+        return self._pool.num_available
+
+    @property
     def num_evictions(self) -> int:
         """Published blocks that were taken for something else."""
         return self._pool.num_evictions
@@ -355,13 +359,7 @@ class Engine:
     ) -> int:
         """Appends tokens, publishes blocks, releases what is not needed any more; returns the number of tokens."""
         block_size, num_output = self.config.block_size, 0
-        inputs = PostprocessInputs(
-            mamba_state_idx=(plan.num_computed + plan.num_scheduled - 1) // block_size,
-            num_accepted_tokens=num_accepted,
-            num_computed_tokens=plan.num_computed,
-            num_scheduled_tokens=plan.num_scheduled,
-            num_draft_tokens=plan.num_draft,
-        )
+        inputs = plan.postprocess_inputs(num_accepted, block_size)
         for saved in row_steps(inputs, batch=len(self._rows), block_size=block_size):
             if saved.row not in scheduled:
                 continue

@@ -5,6 +5,7 @@ is in the order of plain decoding, whatever is speculated, cached or batched tog
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -82,6 +83,7 @@ class Mamba2:
     graph: Any
 
     @classmethod
+    @functools.cache
     def random(cls, size: str, seed: int = 0) -> tuple["Mamba2", Any]:
         """Returns a model of one of `SIZES` and its weights, a dict: random, and the same for the same seed.
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from layouts import MambaState
+from layouts import MambaState, row_steps
 from pallas_kernels.bench.timing import median_seconds
 from pallas_kernels.serving.copies import Copies, SeparateCopies
 from pallas_kernels.serving.drafters import Drafter, NgramDrafter, ScriptedDrafter
@@ -125,7 +125,8 @@ def make_engine(
     if workload.drafter == "scripted":
         prompts = workload.prompts(model.vocab_size)
         truth = {i: prompt + decoded.tokens for i, (prompt, decoded) in enumerate(zip(prompts, want, strict=True))}
-        drafter = ScriptedDrafter(truth, range(1, 2 + num_spec), model.vocab_size)
+        script = [(right, num_spec - right) for right in range(1 + num_spec)]
+        drafter = ScriptedDrafter(truth, script, model.vocab_size)
     return Engine(
         model,
         weights,
@@ -242,14 +243,10 @@ def _run(
 
 def _num_copies(step: Step, config: StepConfig) -> int:
     """Copies of a request's state in a step: to its new running column before the forward, to its boundary after it."""
-    plan, size = step.plan, config.block_size
-    end = plan.num_computed + plan.num_scheduled
-    column = np.where(plan.fresh, (plan.num_computed - 1) // size, np.asarray(step.slots.mamba_state_idx))
-    new_column, certain = (end - 1) // size, end - plan.num_draft
-    boundary = (certain + step.num_accepted - 1) // size
-    offset = boundary * size - certain
-    saves = (offset >= 0) & ((boundary - 1 != new_column) | (offset > 0))
-    return int((column != new_column).sum() + saves.sum())
+    before = jax.tree.map(np.asarray, step.plan.preprocess_inputs(step.slots, config.block_size))
+    after = step.plan.postprocess_inputs(step.num_accepted, config.block_size)
+    rows = {"batch": len(step.num_accepted), "block_size": config.block_size}
+    return sum(row.copies for inputs in (before, after) for row in row_steps(inputs, **rows))
 
 
 def _copy_share(engine: Engine, step: Step, iterations: int = 8) -> float:

@@ -93,6 +93,30 @@ class StepPlan:
         """Tokens that each row computes, int32 `[B]`."""
         return self.num_prefill + self.num_window
 
+    def running_column(self, block_size: int) -> Any:
+        """Column of each row's last scheduled token, int32 `[B]`; -1 where there is no request."""
+        return (self.num_computed + self.num_scheduled - 1) // block_size
+
+    def preprocess_inputs(self, slots: Slots, block_size: int) -> PreprocessInputs:
+        """A fresh request starts from its cached block, or from column -1 where it has none."""
+        starts = jnp.zeros(1, jnp.int32)
+        return PreprocessInputs(
+            mamba_state_idx=jnp.where(self.fresh, (self.num_computed - 1) // block_size, slots.mamba_state_idx),
+            num_accepted_tokens=jnp.where(self.fresh, 1, slots.num_accepted_tokens),
+            num_computed_tokens=self.num_computed,
+            query_start_loc=jnp.concatenate([starts, jnp.cumsum(self.num_scheduled, dtype=jnp.int32)]),
+        )
+
+    def postprocess_inputs(self, num_accepted: Any, block_size: int) -> PostprocessInputs:
+        """What verification accepted, and how far each row had come."""
+        return PostprocessInputs(
+            mamba_state_idx=self.running_column(block_size),
+            num_accepted_tokens=num_accepted,
+            num_computed_tokens=self.num_computed,
+            num_scheduled_tokens=self.num_scheduled,
+            num_draft_tokens=self.num_draft,
+        )
+
 
 @functools.partial(jax.jit, static_argnames=("model", "config"), donate_argnames="states")
 def serve_step(
@@ -133,37 +157,21 @@ def serve_step(
     return states, slots, sampled, num_accepted
 
 
-def preprocess(
-    states: list[MambaState], slots: Slots, plan: StepPlan, config: StepConfig
-) -> tuple[list[MambaState], Slots]:
-    """Moves the states. A fresh request starts from its cached block, or from column -1 where it has none."""
-    starts = jnp.zeros(1, jnp.int32)
-    inputs = PreprocessInputs(
-        mamba_state_idx=jnp.where(plan.fresh, (plan.num_computed - 1) // config.block_size, slots.mamba_state_idx),
-        num_accepted_tokens=jnp.where(plan.fresh, 1, slots.num_accepted_tokens),
-        num_computed_tokens=plan.num_computed,
-        query_start_loc=jnp.concatenate([starts, jnp.cumsum(plan.num_scheduled, dtype=jnp.int32)]),
-    )
-    states, idx, counter = config.copies.preprocess(
-        states, inputs, plan.block_tables, block_size=config.block_size, conv_layout=config.conv_layout
-    )
+def preprocess(states: Any, slots: Slots, plan: StepPlan, config: StepConfig) -> tuple[Any, Slots]:
+    """Moves every row's state into its running column."""
+    options = {"block_size": config.block_size, "conv_layout": config.conv_layout}
+    inputs = plan.preprocess_inputs(slots, config.block_size)
+    states, idx, counter = config.copies.preprocess(states, inputs, plan.block_tables, **options)
     return states, Slots(idx, counter)
 
 
 def postprocess(
-    states: list[MambaState], slots: Slots, plan: StepPlan, num_accepted: jax.Array, config: StepConfig
-) -> tuple[list[MambaState], Slots]:
+    states: Any, slots: Slots, plan: StepPlan, num_accepted: jax.Array, config: StepConfig
+) -> tuple[Any, Slots]:
     """Saves the states of the boundaries that were reached."""
-    inputs = PostprocessInputs(
-        mamba_state_idx=slots.mamba_state_idx,
-        num_accepted_tokens=num_accepted,
-        num_computed_tokens=plan.num_computed,
-        num_scheduled_tokens=plan.num_scheduled,
-        num_draft_tokens=plan.num_draft,
-    )
-    states, counter = config.copies.postprocess(
-        states, inputs, plan.block_tables, block_size=config.block_size, conv_layout=config.conv_layout
-    )
+    options = {"block_size": config.block_size, "conv_layout": config.conv_layout}
+    inputs = plan.postprocess_inputs(num_accepted, config.block_size)
+    states, counter = config.copies.postprocess(states, inputs, plan.block_tables, **options)
     return states, Slots(slots.mamba_state_idx, counter)
 
 
