@@ -1,5 +1,5 @@
 # Everything sets itself up: the only need is a Python >= 3.12 somewhere.
-#   make demo            one speculative step of a real model, checked byte for byte
+#   make demo            one speculative step of a real model, checked byte for byte; then a serving loop
 #   make test            the whole test suite (JAX=0.11.2 for that release instead of the newest)
 #   make lint            ruff, and buildifier where npm can bring it
 
@@ -37,6 +37,7 @@ $(VENV)/.package: $(VENV)/.dependencies $(SOURCES)
 
 demo: venv
 	$(BIN)/python -P -m pallas_kernels.demo
+	$(BIN)/python -P -m pallas_kernels.serving
 
 test: venv
 	$(BIN)/pytest $(PYTEST_ARGS) $(TESTS)
