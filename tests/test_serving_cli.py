@@ -43,7 +43,9 @@ def test_report_compares_modes_and_writes_them_down(capfd: pytest.CaptureFixture
     assert [mode["mode"] for mode in record["modes"]] == modes
     assert [mode["hit_rate"] for mode in record["modes"]] == [4 * 8 / 55, 0]
     assert all(mode["accepted_length"] > 1.5 and mode["tokens_per_second"] > 0 for mode in record["modes"])
-    assert all(0 < share < 1 for share in record["modes"][0]["copy_share"].values())
+    costs = record["modes"][0]["copy_costs"]
+    assert [cost["num_copies"] for cost in costs] == sorted({cost["num_copies"] for cost in costs})
+    assert all(cost["copy_seconds"] > 0 < cost["step_seconds"] for cost in costs)
     assert record["right"] is True
 
 

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.report:
         results, right = measure(build, modes, workload, want, tolerance=tolerance)
         print_results(results)
-        record = {"modes": [dataclasses.asdict(result) for result in results]}
+        record: dict[str, Any] = {"modes": [dataclasses.asdict(result) for result in results]}
     else:
         right = _demo(engine, workload, want, tolerance)
         record = {"stats": dataclasses.asdict(engine.stats)}
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "device": device,
             "jax": jax.__version__,
             "date": str(datetime.date.today()),
-            "copy_share_method": METHODS.get(platform, METHODS["cpu"]),
+            "copy_cost_method": METHODS.get(platform, METHODS["cpu"]),
         }
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
     forgiven = f" (a first difference is forgiven where two logits lie within {tolerance:g})" if tolerance else ""

@@ -54,6 +54,8 @@ class Request:
       columns: the blocks it holds, by column.
       keys: keys of its complete blocks.
       num_cached: tokens it took from the prefix cache when it first came.
+      row: its row of the batch, -1 while it waits.
+      fresh: whether it has not run since it got its row.
     """
 
     request_id: int
@@ -64,6 +66,8 @@ class Request:
     columns: dict[int, int] = dataclasses.field(default_factory=dict)
     keys: list[bytes] = dataclasses.field(default_factory=list)
     num_cached: int | None = None
+    row: int = -1
+    fresh: bool = True
 
     @property
     def output(self) -> list[int]:
@@ -77,18 +81,13 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scheduled:
-    """What a row computes in a step: known tokens of its request, then drafts."""
+class Chunk:
+    """What a request computes in a step: known tokens, then drafts. `reaches_end`: those are all its known tokens."""
 
+    request: Request
     known: list[int]
     drafts: list[int]
-    fresh: bool
-    reaches_end: bool  # whether the known tokens are all there are, so that the step yields new ones
-
-    @property
-    def num_tokens(self) -> int:
-        """Known tokens and drafts."""
-        return len(self.known) + len(self.drafts)
+    reaches_end: bool
 
 
 class Step(NamedTuple):
@@ -187,7 +186,6 @@ class Engine:
         self._pool = BlockPool(num_blocks)
         self._rows: list[Request | None] = [None] * batch
         self._waiting: collections.deque[Request] = collections.deque()
-        self._fresh: set[Request] = set()
         self._num_submitted = 0
         self.stats = Stats()
         self.slots = Slots(jnp.full(batch, -1, jnp.int32), jnp.ones(batch, jnp.int32))
@@ -244,18 +242,17 @@ class Engine:
     def step(self) -> int:
         """Runs one step, and returns how many tokens it generated."""
         self._admit()
-        scheduled = self._schedule()
-        if not scheduled:
+        chunks = self._schedule()
+        if not chunks:
             return 0
-        plan = self._plan(scheduled)
-        slots = self.slots
+        slots, plan = self.slots, self._plan(chunks)
         self.states, self.slots, sampled, num_accepted = serve_step(
             self.weights, self.states, slots, plan, model=self.model, config=self.config
         )
         # The state is right now, in the order of the device. What follows is bookkeeping.
         sampled, num_accepted = jax.device_get((sampled, num_accepted))
         self.last_step = Step(slots, plan, num_accepted)
-        return self._advance(scheduled, plan, sampled, num_accepted)
+        return self._advance(chunks, self.last_step, sampled)
 
     def preempt(self, request: Request) -> None:
         """Takes a running request off its row: it queues again, first in line, with the tokens it has."""
@@ -270,7 +267,7 @@ class Engine:
                 return
             if occupant is None:
                 request = self._rows[row] = self._waiting.popleft()
-                self._fresh.add(request)
+                request.row, request.fresh = row, True
                 self._find_prefix(request)
 
     def _find_prefix(self, request: Request) -> None:
@@ -288,18 +285,18 @@ class Engine:
             self.stats.num_prompt += request.num_prompt
             self.stats.num_cached += request.num_cached
 
-    def _schedule(self) -> dict[int, Scheduled]:
-        """Decides what each row computes, oldest request first, and gets the blocks that it will write."""
-        scheduled = {}
+    def _schedule(self) -> list[Chunk]:
+        """Decides what each request computes, the oldest first, and gets the blocks that it will write."""
+        chunks = []
         for request in self.running:
-            # An older request may have taken the blocks and the row of this one.
-            if request in self._rows:
+            # It may have lost its row to an older one in this very loop.
+            if request.row >= 0:
                 chunk = self._next_chunk(request)
-                if self._get_blocks(request, chunk):
-                    scheduled[self._rows.index(request)] = chunk
-        return scheduled
+                if self._get_blocks(chunk):
+                    chunks.append(chunk)
+        return chunks
 
-    def _next_chunk(self, request: Request) -> Scheduled:
+    def _next_chunk(self, request: Request) -> Chunk:
         """Known tokens up to the next boundary, so that no block that could be published is missed; then drafts."""
         start = request.num_computed
         to_boundary = self.config.block_size - start % self.config.block_size
@@ -308,13 +305,13 @@ class Engine:
         # The last token comes from the model in any case.
         limit = min(self.config.num_spec, request.max_tokens - len(request.tokens) - 1)
         drafts = self._drafter.draft(request.request_id, request.tokens, limit) if reaches_end and limit else []
-        return Scheduled(known, drafts, request in self._fresh, reaches_end)
+        return Chunk(request, known, drafts, reaches_end)
 
-    def _get_blocks(self, request: Request, chunk: Scheduled) -> bool:
-        """Gets a block for every column that the step may write; False if `request` itself had to give way."""
-        certain = request.num_computed + len(chunk.known)
-        first = (certain - 1) // self.config.block_size
-        last = (certain + len(chunk.drafts) - 1) // self.config.block_size + len(chunk.drafts)
+    def _get_blocks(self, chunk: Chunk) -> bool:
+        """Gets a block for every column that the step may write; False if the request itself had to give way."""
+        request, num_drafts, block_size = chunk.request, len(chunk.drafts), self.config.block_size
+        last_known = request.num_computed + len(chunk.known) - 1
+        first, last = last_known // block_size, (last_known + num_drafts) // block_size + num_drafts
         for column in range(first, last + 1):
             while column not in request.columns:
                 block = self._pool.allocate()
@@ -327,26 +324,26 @@ class Engine:
                     return False
         return True
 
-    def _plan(self, scheduled: dict[int, Scheduled]) -> StepPlan:
+    def _plan(self, chunks: Sequence[Chunk]) -> StepPlan:
         """Writes the step down as arrays."""
-        batch, config = len(self._rows), self.config
-        width = self._prefill_tokens if any(len(chunk.known) > 1 for chunk in scheduled.values()) else 0
+        batch = len(self._rows)
+        width = self._prefill_tokens if any(len(chunk.known) > 1 for chunk in chunks) else 0
         plan = StepPlan(
             block_tables=np.full((batch, self._num_columns), NULL_BLOCK, np.int32),
             fresh=np.ones(batch, bool),
             num_computed=np.zeros(batch, np.int32),
             prefill=np.zeros((batch, width), np.int32),
             num_prefill=np.zeros(batch, np.int32),
-            window=np.zeros((batch, 1 + config.num_spec), np.int32),
+            window=np.zeros((batch, 1 + self.config.num_spec), np.int32),
             num_window=np.zeros(batch, np.int32),
             num_draft=np.zeros(batch, np.int32),
         )
-        for row, chunk in scheduled.items():
-            request = self._rows[row]
+        for chunk in chunks:
+            request, (*before, last) = chunk.request, chunk.known
+            row = request.row
             plan.block_tables[row, list(request.columns)] = list(request.columns.values())
-            plan.fresh[row] = chunk.fresh
+            plan.fresh[row] = request.fresh
             plan.num_computed[row] = request.num_computed
-            *before, last = chunk.known
             plan.prefill[row, : len(before)] = before
             plan.num_prefill[row] = len(before)
             plan.window[row, : 1 + len(chunk.drafts)] = [last, *chunk.drafts]
@@ -354,42 +351,41 @@ class Engine:
             plan.num_draft[row] = len(chunk.drafts)
         return plan
 
-    def _advance(
-        self, scheduled: dict[int, Scheduled], plan: StepPlan, sampled: np.ndarray, num_accepted: np.ndarray
-    ) -> int:
+    def _advance(self, chunks: Sequence[Chunk], step: Step, sampled: np.ndarray) -> int:
         """Appends tokens, publishes blocks, releases what is not needed any more; returns the number of tokens."""
         block_size, num_output = self.config.block_size, 0
-        inputs = plan.postprocess_inputs(num_accepted, block_size)
-        for saved in row_steps(inputs, batch=len(self._rows), block_size=block_size):
-            if saved.row not in scheduled:
-                continue
-            request, chunk = self._rows[saved.row], scheduled[saved.row]
-            self._fresh.discard(request)
-            accepted = int(num_accepted[saved.row])
+        inputs = step.plan.postprocess_inputs(step.num_accepted, block_size)
+        saved = list(row_steps(inputs, batch=len(self._rows), block_size=block_size))  # as the device decided
+        for chunk in chunks:
+            request, row = chunk.request, saved[chunk.request.row]
+            accepted = int(step.num_accepted[row.row])
+            request.fresh = False
             request.num_computed += len(chunk.known) + accepted - 1
             if chunk.reaches_end:
-                request.tokens += sampled[saved.row, :accepted].tolist()
+                request.tokens += sampled[row.row, :accepted].tolist()
                 num_output += accepted
                 self.stats.num_windows += 1
-            if self._prefix_cache and saved.crosses:
+            if self._prefix_cache and row.crosses:
                 request.keys = block_keys(request.tokens, block_size, request.keys)
-                self._pool.publish(request.columns[saved.dst_col], request.keys[saved.dst_col])
+                self._pool.publish(request.columns[row.dst_col], request.keys[row.dst_col])
             if request.is_finished:
                 self._leave(request)
-                continue
-            for column in [column for column in request.columns if column < saved.mamba_state_idx]:
-                self._pool.release(request.columns.pop(column))
+            else:
+                self._release(request, [column for column in request.columns if column < row.mamba_state_idx])
         self.stats.num_steps += 1
         self.stats.num_output += num_output
         return num_output
 
     def _leave(self, request: Request) -> None:
         """Takes a request off its row and releases its blocks."""
-        self._rows[self._rows.index(request)] = None
-        self._fresh.discard(request)
-        for block in request.columns.values():
-            self._pool.release(block)
-        request.columns.clear()
+        self._rows[request.row] = None
+        request.row = -1
+        self._release(request, list(request.columns))
+
+    def _release(self, request: Request, columns: Sequence[int]) -> None:
+        """Gives up the blocks of some columns."""
+        for column in columns:
+            self._pool.release(request.columns.pop(column))
 
 
 def _empty_pools(model: LanguageModel, config: StepConfig, num_blocks: int) -> list[MambaState]:

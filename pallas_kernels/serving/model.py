@@ -35,16 +35,19 @@ class LanguageModel(Protocol):
     """What the engine asks of a model, which must be hashable: it is static in the jitted step.
 
     Dims: B = batch, T = tokens, W = window = 1 + num_spec, V = vocabulary.
-
-    Attributes:
-      num_layers: Mamba layers.
-      vocab_size: V.
-      conv_kernel: taps of the conv.
     """
 
-    num_layers: int
-    vocab_size: int
-    conv_kernel: int
+    @property
+    def num_layers(self) -> int:
+        """Mamba layers."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+
+    @property
+    def conv_kernel(self) -> int:
+        """Taps of the conv."""
 
     def state_shapes(self, conv_layout: ConvStateLayout | str, num_spec: int) -> LayerStateShapes:
         """Returns the shapes of a layer's blocks."""

@@ -60,17 +60,17 @@ def _decode_batch(
     progress: Callable[[int], Any] | None,
 ) -> list[Decoded]:
     """Decodes at most `batch` prompts side by side; each goes over to its own output when its prompt ends."""
-    length = max(map(len, prompts))
+    length = max(map(len, prompts)) + num_output - 1
     given = np.zeros((batch, length), np.int32)
     num_given = np.ones(batch, np.int32)
     for row, prompt in enumerate(prompts):
         given[row, : len(prompt)] = prompt
         num_given[row] = len(prompt)
-    cache, token, outputs = empty_cache(model, batch), jnp.asarray(given[:, 0]), []
-    for position in range(1, length + num_output):
-        best, margin, cache = _decode_token(weights, cache, token, model=model)
+    texts, lengths = jax.device_put((given, num_given))
+    cache, best, outputs = empty_cache(model, batch), jnp.zeros(batch, jnp.int32), []
+    for position in range(length):
+        best, margin, cache = _decode_token(weights, cache, texts, lengths, best, position, model=model)
         outputs.append((best, margin))
-        token = jnp.where(position < num_given, given[:, min(position, length - 1)], best)
         if progress:
             progress(len(prompts))
     tokens, margins = (np.stack(column, axis=1) for column in zip(*jax.device_get(outputs), strict=True))
@@ -79,7 +79,11 @@ def _decode_batch(
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
-def _decode_token(weights: Any, cache: Any, token: jax.Array, *, model: Mamba2) -> tuple[jax.Array, jax.Array, Any]:
+def _decode_token(
+    weights: Any, cache: Any, given: jax.Array, num_given: jax.Array, best: jax.Array, position: int, *, model: Mamba2
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Feeds the token at `position`, the prompt's or the last best one; returns the next, its lead, and the state."""
+    token = jnp.where(position < num_given, given[:, position], best)
     logits, cache = model.one_token(weights, cache, token)
     (first, second), (best, _) = (part.T for part in jax.lax.top_k(logits, 2))
     return best.astype(jnp.int32), first - second, cache

@@ -1,6 +1,7 @@
 """Measures the serving loop: four modes on one workload, in one run, with the tokens of all of them compared."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -85,8 +86,7 @@ class Result:
       hit_rate: prompt tokens that came from the prefix cache.
       accepted_length: tokens that a window yielded, on average.
       num_steps: steps.
-      copy_share: the copies' part of a decoding step of a full batch, by the number of copies: for the step with fewest
-        and the one with most. Kernel time on a GPU, wall time elsewhere.
+      copy_costs: of a decoding step of a full batch with the fewest copies, and of one with the most.
     """
 
     mode: str
@@ -96,7 +96,22 @@ class Result:
     hit_rate: float
     accepted_length: float
     num_steps: int
-    copy_share: dict[int, float]
+    copy_costs: list["CopyCost"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyCost:
+    """What the copies cost in one step: kernel time on a GPU, wall time elsewhere.
+
+    Attributes:
+      num_copies: copies of a request's state, before the forward pass and after it.
+      copy_seconds: both launches, run alone.
+      step_seconds: the whole step.
+    """
+
+    num_copies: int
+    copy_seconds: float
+    step_seconds: float
 
 
 def make_modes(copies: Copies) -> list[Mode]:
@@ -236,7 +251,7 @@ def _run(
         hit_rate=engine.stats.hit_rate,
         accepted_length=engine.stats.accepted_length,
         num_steps=engine.stats.num_steps,
-        copy_share={copies: _copy_share(engine, by_copies[copies]) for copies in extremes},
+        copy_costs=[_measure_copies(engine, by_copies[num_copies], num_copies) for num_copies in extremes],
     )
     return result, requests
 
@@ -245,12 +260,13 @@ def _num_copies(step: Step, config: StepConfig) -> int:
     """Copies of a request's state in a step: to its new running column before the forward, to its boundary after it."""
     before = jax.tree.map(np.asarray, step.plan.preprocess_inputs(step.slots, config.block_size))
     after = step.plan.postprocess_inputs(step.num_accepted, config.block_size)
-    rows = {"batch": len(step.num_accepted), "block_size": config.block_size}
-    return sum(row.copies for inputs in (before, after) for row in row_steps(inputs, **rows))
+    batch = len(step.num_accepted)
+    rows = (row_steps(inputs, batch=batch, block_size=config.block_size) for inputs in (before, after))
+    return sum(row.copies for row in itertools.chain(*rows))
 
 
-def _copy_share(engine: Engine, step: Step, iterations: int = 8) -> float:
-    """The two copies' part of a step, measured by running both again, on pools that are updated in place."""
+def _measure_copies(engine: Engine, step: Step, num_copies: int, iterations: int = 8) -> CopyCost:
+    """Runs a step again, and its copies alone, on pools that are updated in place."""
     refs = jax.tree.map(jax.new_ref, engine.states)
     config = engine.config
 
@@ -270,7 +286,7 @@ def _copy_share(engine: Engine, step: Step, iterations: int = 8) -> float:
     step = jax.device_put(step)
     step_seconds, _ = median_seconds(whole, refs, engine.weights, step.slots, step.plan, iterations=iterations)
     copy_seconds, _ = median_seconds(copies, refs, *step, iterations=iterations)
-    return copy_seconds / step_seconds
+    return CopyCost(num_copies, copy_seconds, step_seconds)
 
 
 def _freeze(refs: list[MambaState]) -> list[MambaState]:
@@ -289,7 +305,9 @@ def print_results(results: Sequence[Result]) -> None:
         "  copies' share of a decoding step"
     )
     for result in results:
-        shares = ", ".join(f"{share:.2%} with {copies} copies" for copies, share in result.copy_share.items())
+        shares = ", ".join(
+            f"{cost.copy_seconds / cost.step_seconds:.2%} with {cost.num_copies} copies" for cost in result.copy_costs
+        )
         print(
             f"{result.mode:<20} {result.tokens_per_second:>9.1f} {result.decode_tokens_per_second:>9.1f} "
             f"{result.hit_rate:>9.1%} {result.accepted_length:>9.2f} {result.num_steps:>6} {result.seconds:>8.2f}"

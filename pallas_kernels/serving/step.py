@@ -159,9 +159,10 @@ def serve_step(
 
 def preprocess(states: Any, slots: Slots, plan: StepPlan, config: StepConfig) -> tuple[Any, Slots]:
     """Moves every row's state into its running column."""
-    options = {"block_size": config.block_size, "conv_layout": config.conv_layout}
     inputs = plan.preprocess_inputs(slots, config.block_size)
-    states, idx, counter = config.copies.preprocess(states, inputs, plan.block_tables, **options)
+    states, idx, counter = config.copies.preprocess(
+        states, inputs, plan.block_tables, block_size=config.block_size, conv_layout=config.conv_layout
+    )
     return states, Slots(idx, counter)
 
 
@@ -169,9 +170,10 @@ def postprocess(
     states: Any, slots: Slots, plan: StepPlan, num_accepted: jax.Array, config: StepConfig
 ) -> tuple[Any, Slots]:
     """Saves the states of the boundaries that were reached."""
-    options = {"block_size": config.block_size, "conv_layout": config.conv_layout}
     inputs = plan.postprocess_inputs(num_accepted, config.block_size)
-    states, counter = config.copies.postprocess(states, inputs, plan.block_tables, **options)
+    states, counter = config.copies.postprocess(
+        states, inputs, plan.block_tables, block_size=config.block_size, conv_layout=config.conv_layout
+    )
     return states, Slots(slots.mamba_state_idx, counter)
 
 
