@@ -25,6 +25,7 @@ from pallas_kernels.serving import (
     StepConfig,
     agrees,
     decode_plainly,
+    empty_cache,
 )
 
 # One geometry, so that engines of equal settings share their compiled steps.
@@ -99,6 +100,26 @@ def _wrong(outputs: list[list[int]], chosen: Sequence[int]) -> list[int]:
     """Requests whose tokens are not those of plain decoding."""
     truth = [_truth()[prompt].tokens for prompt in chosen]
     return [i for i, (output, tokens) in enumerate(zip(outputs, truth, strict=True)) if output != tokens[: len(output)]]
+
+
+def test_window_is_bit_for_bit_its_tokens_one_by_one_in_any_row() -> None:
+    model, weights = Mamba2.random("tiny")
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, 12), np.int32)
+    one_token, cache, logits = jax.jit(model.one_token), empty_cache(model, BATCH), []
+    for token in tokens.T:
+        after, cache = one_token(weights, cache, token)
+        logits.append(after)
+    length = np.full(BATCH, 12 - 1 - NUM_SPEC, np.int32)
+
+    @jax.jit
+    def in_window(tokens: Any) -> Any:
+        start = model.prefill(weights, empty_cache(model, BATCH), tokens[:, : -1 - NUM_SPEC], length)
+        return model.verify(weights, start, tokens[:, -1 - NUM_SPEC :])
+
+    window, checkpoints = in_window(tokens)
+    np.testing.assert_array_equal(window, np.stack(logits[-1 - NUM_SPEC :]))
+    jax.tree.map(lambda got, want: np.testing.assert_array_equal(got[-1], want), checkpoints, cache)
+    np.testing.assert_array_equal(in_window(tokens[::-1])[0][:, ::-1], window)
 
 
 def test_one_token_steps_compute_what_the_package_computes_over_whole_texts() -> None:

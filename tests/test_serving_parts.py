@@ -2,7 +2,7 @@
 
 import pytest
 
-from pallas_kernels.serving import BlockPool, NgramDrafter, NoDrafter, ScriptedDrafter, block_keys
+from pallas_kernels.serving import BlockPool, NgramDrafter, ScriptedDrafter, block_keys
 
 
 def test_keys_are_a_chain_over_complete_blocks() -> None:
@@ -99,7 +99,3 @@ def test_scripted_drafts_are_right_and_then_wrong() -> None:
     assert drafter.draft(5, [1, 2, 3], 3) == [5, 6]
     assert drafter.draft(5, [1, 2], 1) == [3]
     assert drafter.draft(5, [1, 2, 3, 4, 5], 3) == [0]
-
-
-def test_no_drafter_drafts_nothing() -> None:
-    assert NoDrafter().draft(0, [1, 1, 1], 3) == []

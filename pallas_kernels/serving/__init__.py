@@ -5,15 +5,16 @@ The extra `serving` brings the model (`mamba2-jax`). Start reading at `engine.py
 
 from pallas_kernels.serving.blocks import BlockPool, block_keys
 from pallas_kernels.serving.copies import Copies, FusedCopies, SeparateCopies
-from pallas_kernels.serving.drafters import Drafter, NgramDrafter, NoDrafter, ScriptedDrafter
+from pallas_kernels.serving.drafters import Drafter, NgramDrafter, ScriptedDrafter
 from pallas_kernels.serving.engine import Engine, Request, Stats
-from pallas_kernels.serving.model import SIZES, LanguageModel, Mamba2
+from pallas_kernels.serving.model import SIZES, Cache, LanguageModel, Mamba2, empty_cache
 from pallas_kernels.serving.reference import Decoded, agrees, decode_plainly
 from pallas_kernels.serving.step import StepConfig
 
 __all__ = [
     "SIZES",
     "BlockPool",
+    "Cache",
     "Copies",
     "Decoded",
     "Drafter",
@@ -22,7 +23,6 @@ __all__ = [
     "LanguageModel",
     "Mamba2",
     "NgramDrafter",
-    "NoDrafter",
     "Request",
     "ScriptedDrafter",
     "SeparateCopies",
@@ -31,4 +31,5 @@ __all__ = [
     "agrees",
     "block_keys",
     "decode_plainly",
+    "empty_cache",
 ]

@@ -14,14 +14,6 @@ class Drafter(Protocol):
         """Returns at most `limit` guesses of what follows `tokens`, possibly none."""
 
 
-class NoDrafter:
-    """Guesses nothing."""
-
-    def draft(self, request_id: int, tokens: Sequence[int], limit: int) -> list[int]:
-        """Returns no guess."""
-        return []
-
-
 class NgramDrafter:
     """Prompt lookup: what followed the last tokens when they came up before, the most recent time."""
 

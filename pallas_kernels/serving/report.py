@@ -86,7 +86,8 @@ class Result:
       hit_rate: prompt tokens that came from the prefix cache.
       accepted_length: tokens that a window yielded, on average.
       num_steps: steps.
-      copy_costs: of a decoding step of a full batch with the fewest copies, and of one with the most.
+      copy_costs: of a decoding step of a full batch with the fewest copies, and of one with the most; measured where
+        only the copies differ from those of another mode.
     """
 
     mode: str
@@ -241,7 +242,9 @@ def _run(
         start = time.perf_counter()
         requests = serve(engine, prompts, workload.output, on_step)
         seconds = time.perf_counter() - start
-    by_copies = {_num_copies(step, engine.config): step for step in full}
+    # Modes that differ from the first two in other things are not measured again.
+    measured = full if mode.speculates and mode.prefix_cache else []
+    by_copies = {_num_copies(step, engine.config): step for step in measured}
     extremes = sorted({min(by_copies), max(by_copies)}) if by_copies else []
     result = Result(
         mode=mode.name,
