@@ -232,10 +232,10 @@ def test_separate_copies_give_the_same_tokens() -> None:
 
 @pytest.mark.slow
 def test_kernel_in_the_interpreter_gives_the_same_tokens() -> None:
-    chosen = [3, 3]
+    chosen = [2, 2]
     config = StepConfig(3, NUM_SPEC, "DS", FusedCopies(interpret=True))
     engine = _engine(config, prefill_tokens=0, drafter=_scripted(chosen, [3, 4]))
-    outputs = _serve(engine, chosen, [7, 3], arrivals=[0, 4])
+    outputs = _serve(engine, chosen, [6, 2], arrivals=[0, 5])
     assert engine.stats.num_cached > 0
     assert _wrong(outputs, chosen) == []
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from layouts import ConvStateLayout, MambaState, partition_specs, row_steps
 from pallas_kernels.serving.blocks import NULL_BLOCK, BlockPool, block_keys
@@ -193,10 +193,9 @@ class Engine:
         self.last_step: Step | None = None
         if mesh is not None:
             self.weights = model.shard(weights, mesh, TENSOR_AXIS)
+            self.slots = jax.device_put(self.slots, NamedSharding(mesh, PartitionSpec()))
             specs = partition_specs(self.states, conv_layout=config.conv_layout, tensor_axis=TENSOR_AXIS)
-            self.states = jax.tree.map(
-                lambda pool, spec: jax.device_put(pool, NamedSharding(mesh, spec)), self.states, specs
-            )
+            self.states = jax.tree.map(lambda pool, spec: _place(pool, mesh, spec), self.states, specs)
 
     @property
     def running(self) -> list[Request]:
@@ -396,3 +395,11 @@ def _empty_pools(model: LanguageModel, config: StepConfig, num_blocks: int) -> l
         return jnp.zeros((num_blocks, *block.shape), block.dtype)
 
     return [MambaState(conv=pool(shapes.conv), temporal=pool(shapes.temporal)) for _ in range(model.num_layers)]
+
+
+def _place(pool: jax.Array, mesh: jax.sharding.Mesh, spec: PartitionSpec) -> jax.Array:
+    """Spreads a pool as a step returns it, with no None at the end of its spec: the next step then compiles no more."""
+    axes = list(spec)
+    while axes and axes[-1] is None:
+        axes.pop()
+    return jax.device_put(pool, NamedSharding(mesh, PartitionSpec(*axes)))
