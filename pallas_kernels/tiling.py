@@ -180,19 +180,19 @@ def _even_tile(extent: int, limit: int, row: int, itemsize: int) -> int:
 
 
 def tile_blocks(pool: Pool, conv_layout: ConvStateLayout, *, tile_bytes: int, stage_bytes: int) -> Tiling:
-    """Cuts the blocks of `pool` into tiles of about `tile_bytes`, or such that a shifted tile fills a stage."""
+    """Cuts the blocks of `pool` into tiles of about `tile_bytes`; the stage of a conv tile takes `stage_bytes`."""
     itemsize = pool.dtype.itemsize
     unit = COPY_UNIT_BYTES // math.gcd(COPY_UNIT_BYTES, itemsize)
     size = pool.block_size
     if pool.kind is StateKind.TEMPORAL:
-        num_tokens, row = 1, size
+        num_tokens, row, limit = 1, size, tile_bytes
     elif conv_layout is ConvStateLayout.DS:
         state_len = pool.block_shape[1]
         return ShiftedRows(state_len, size, tile=_even_tile(size, stage_bytes // 2 // itemsize, state_len, itemsize))
     else:
-        num_tokens, row = pool.block_shape
+        (num_tokens, row), limit = pool.block_shape, min(tile_bytes, stage_bytes)
     if row % unit == 0:
-        return TokenRows(num_tokens, row, tile=_even_tile(row, tile_bytes // itemsize, 1, itemsize))
+        return TokenRows(num_tokens, row, tile=_even_tile(row, limit // itemsize, 1, itemsize))
     return WholeBlocks(row, size, tile=_even_tile(size, stage_bytes // 3 // itemsize, 1, itemsize), unit=unit)
 
 
