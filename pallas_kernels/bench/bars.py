@@ -79,6 +79,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             default=FEW_CTAS if field.name == "num_ctas" else None,
             help="the same where the kernel is held to few thread blocks",
         )
+    parser.add_argument(
+        "--copying",
+        nargs="+",
+        default=[0, 1, 8, 32, 128],
+        type=int,
+        choices=range(NUM_REQS + 1),
+        metavar="N",
+        help=f"how many of {NUM_REQS} requests copy",
+    )
     add_output_options(parser)
     args = parser.parse_args(argv)
     check_output_options(parser, args)
@@ -93,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = 0
     try:
         if on_gpu:
-            _measure_gpu(bench, config, few, first_calls)
+            _measure_gpu(bench, config, few, args.copying, first_calls)
         else:
             _measure_cpu(bench)
     except WrongResultError as error:
@@ -114,7 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _measure_gpu(bench: Bench, config: KernelConfig, few: KernelConfig, first_calls: list[FirstCall]) -> None:
+def _measure_gpu(
+    bench: Bench, config: KernelConfig, few: KernelConfig, copying: Sequence[int], first_calls: list[FirstCall]
+) -> None:
     """Measures what the bars on a GPU need."""
     original = ["vllm"] if bench.vllm else []
     timed = [*original, "limit", "mosaic_gpu"]
@@ -123,11 +134,16 @@ def _measure_gpu(bench: Bench, config: KernelConfig, few: KernelConfig, first_ca
     def no_copy(num_reqs: int) -> Workload:
         return Workload(qwen, "DS", 1, "post", num_reqs, 0, 1)
 
+    for stacked, layers in [*((False, layers) for layers in FIRST_CALL_LAYERS), (True, FIRST_CALL_LAYERS[-1])]:
+        bench.reporter.progress(f"first call, {layers} layers")
+        call = first_call(no_copy(NUM_REQS), layers, stacked=stacked, implementation="mosaic_gpu", config=config)
+        first_calls.append(call)
+        bench.reporter.say(str(call))
     for num_reqs in NO_COPY_NUM_REQS:
         bench.measure([no_copy(num_reqs)], timed, config)
     for name, tp in MODELS_TP:
         for layout in LAYOUTS:
-            bench.measure(list(_copies(bench, model(name), layout, tp, (0, 1, 8, 32, 128), NUM_REQS)), timed, config)
+            bench.measure(list(_copies(bench, model(name), layout, tp, copying, NUM_REQS)), timed, config)
         bench.measure([Workload(model(name), "DS", tp, "post", NUM_REQS, 32, 1)], ["mosaic_gpu"], few)
     for kind, tp, num_reqs in ((model("lfm2-1.2b"), 1, 512), (conv_only(model("kimi-k3")), 8, 128)):
         for layout in LAYOUTS:
@@ -135,11 +151,6 @@ def _measure_gpu(bench: Bench, config: KernelConfig, few: KernelConfig, first_ca
     # Up to a quarter of the batch.
     batch = [Workload(qwen, "DS", 1, "post", NUM_REQS, num_copying, 1) for num_copying in (0, 1, 8, 32)]
     bench.measure(batch, ["xla", "idiom"], wall=True)
-    for stacked, layers in [*((False, layers) for layers in FIRST_CALL_LAYERS), (True, FIRST_CALL_LAYERS[-1])]:
-        bench.reporter.progress(f"first call, {layers} layers")
-        call = first_call(no_copy(NUM_REQS), layers, stacked=stacked, implementation="mosaic_gpu", config=config)
-        first_calls.append(call)
-        bench.reporter.say(str(call))
 
 
 def _measure_cpu(bench: Bench) -> None:
