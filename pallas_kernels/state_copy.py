@@ -252,7 +252,7 @@ def aligned_state_indices(
 
     Args:
       block_tables: int32 `[B, C]` or `[G, B, C]`.
-      seq_lens: int32 `[B]`, tokens before the step's first unverified one.
+      seq_lens: int32 `[B]`, tokens up to the step's last one: computed plus scheduled, drafts included.
       block_size: tokens per block, 1 <= block_size < 2**31. Static.
       num_state_slots: columns from the running one on, usually 1 + num_spec. Static.
       null_block_id: what columns beyond the table give, any int32; 0 if None. Static.
