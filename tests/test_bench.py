@@ -297,8 +297,25 @@ def test_bar_table_says_what_was_missed() -> None:
     lines = list(bars.bar_table(bars.judge([row("mosaic_gpu", 3, copying=0, bytes=0)], [])))
     assert lines[1].split("  ")[0] == "no request copies"
     assert "<= 2.00 us" in lines[1]
-    assert "3.00 us  MISSED 1/1   m DS, 128 requests" in lines[1]
+    assert lines[1].split("3.00 us")[1].split() == ["MISSED", "1", "of", "1", "m", "DS,", "128", "requests"]
     assert "not measured" in lines[2]
+
+
+def test_a_bar_that_asks_for_more_than_the_memory_gives_is_out_of_reach() -> None:
+    rows = [row("vllm", 120), row("mosaic_gpu", 105), row("limit", 100)]  # At the limit it were 1.20x.
+    rows += [row("vllm", 130, copying=32), row("mosaic_gpu", 110, copying=32), row("limit", 100, copying=32)]
+    (bar,) = (bar for bar in bars.judge(rows, []) if "8 or more" in bar.name)
+    assert (bar.measured, bar.missed, bar.out_of_reach) == ("1.14x", (2, 2), 1)
+
+
+def test_an_earlier_record_is_judged_again_without_measuring(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    content = {"rows": [dataclasses.asdict(row("mosaic_gpu", 3, copying=0, bytes=0))], "first_calls": []}
+    (tmp_path / "old.json").write_text(json.dumps(content | {"few_ctas": {"num_ctas": 32}, "device": "card"}))
+    assert bars.main(["--judge", str(tmp_path / "old.json"), "--json", str(tmp_path / "new.json")]) == 0
+    assert "3.00 us" in capfd.readouterr().out
+    judged_again = json.loads((tmp_path / "new.json").read_text())
+    assert judged_again["device"] == "card"
+    assert judged_again["bars"][0]["missed"] == [1, 1]
 
 
 def test_a_record_is_drawn_without_a_gpu(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ On a GPU these are the bars of the kernel and of the XLA path there; elsewhere t
 
 import argparse
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import jax
 
@@ -44,6 +46,15 @@ _MEMORY_SHARE = 0.85
 
 
 @dataclasses.dataclass(frozen=True)
+class Value:
+    """What was measured on a workload, on which, and what a pass at the limit would reach there, if that is known."""
+
+    value: float
+    where: str
+    at_limit: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Bar:
     """A demand on a run and how it was met.
 
@@ -54,6 +65,7 @@ class Bar:
       where: on what that was.
       met: None where nothing was measured.
       missed: how many of the measurements miss the bound, of how many.
+      out_of_reach: how many of those ask for more than the limit: an elementwise pass would miss them too.
     """
 
     name: str
@@ -62,6 +74,7 @@ class Bar:
     where: str
     met: bool | None
     missed: tuple[int, int]
+    out_of_reach: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,8 +102,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"how many of {NUM_REQS} requests copy",
     )
     add_output_options(parser)
+    parser.add_argument("--judge", metavar="FILE", help="measure nothing, and judge what an earlier run wrote there")
     args = parser.parse_args(argv)
     check_output_options(parser, args)
+    if args.judge:
+        return _judge_file(args)
     on_gpu = jax.devices()[0].platform == "gpu"
     config, few = config_from(args), config_from(args, prefix="few_")
     vllm = vllm_from(parser, args)
@@ -121,6 +137,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         write_outputs(args, record(where, bench.rows, **content))
     return status
+
+
+def _judge_file(args: argparse.Namespace) -> int:
+    """Judges a record, and writes it where the outputs go."""
+    content = json.loads(Path(args.judge).read_text())
+    rows = [Row(**row) for row in content["rows"]]
+    bars = judge(rows, [FirstCall(**call) for call in content["first_calls"]], content["few_ctas"]["num_ctas"])
+    for line in bar_table(bars):
+        print(line)
+    write_outputs(args, content | {"bars": [dataclasses.asdict(bar) for bar in bars]})
+    return 0
 
 
 def _measure_gpu(
@@ -194,7 +221,7 @@ def judge(rows: Sequence[Row], first_calls: Sequence[FirstCall], few_ctas: int |
     bars = [
         _bar(
             "no request copies",
-            [(row.seconds * 1e6, _where(row, f"{row.num_reqs} requests")) for row in ours if not row.copying],
+            [Value(row.seconds * 1e6, _where(row, f"{row.num_reqs} requests")) for row in ours if not row.copying],
             at_most=2.0,
             unit=" us",
         ),
@@ -223,7 +250,9 @@ def judge(rows: Sequence[Row], first_calls: Sequence[FirstCall], few_ctas: int |
     few = [row for row in rows if row.contender == "mosaic_gpu" and row.num_ctas == few_ctas]
     unhindered = {workload_key(row): row.seconds for row in ours}
     slowed = [
-        (unhindered[workload_key(row)] / row.seconds, _where(row)) for row in few if workload_key(row) in unhindered
+        Value(unhindered[workload_key(row)] / row.seconds, _where(row))
+        for row in few
+        if workload_key(row) in unhindered
     ]
     return [
         *bars,
@@ -236,13 +265,13 @@ def judge(rows: Sequence[Row], first_calls: Sequence[FirstCall], few_ctas: int |
 def _first_call_bars(calls: Sequence[FirstCall]) -> list[Bar]:
     most = FIRST_CALL_LAYERS[-1]
     apart = {call.num_layers: call.seconds for call in calls if not call.stacked}
-    stacked = [(call.seconds, f"{call.num_layers} layers") for call in calls if call.stacked]
+    stacked = [Value(call.seconds, f"{call.num_layers} layers") for call in calls if call.stacked]
     # Twice the layers may take twice the time, and a tenth more for the clock's sake.
-    growth = [(apart[n] / apart[n // 2], f"{n // 2} to {n} layers") for n in sorted(apart) if n // 2 in apart]
+    growth = [Value(apart[n] / apart[n // 2], f"{n // 2} to {n} layers") for n in sorted(apart) if n // 2 in apart]
     return [
         _bar(
             f"first call, {most} layers of separate arrays",
-            [(apart[most], "")] if most in apart else [],
+            [Value(apart[most], "")] if most in apart else [],
             at_most=8.0,
             unit=" s",
         ),
@@ -261,7 +290,7 @@ def _xla_bars(rows: Sequence[Row]) -> list[Bar]:
             _bar(f"XLA, no request copies, the idiom's {title} over ours", none, 10.0, unit="x"),
             _bar(f"XLA, up to a quarter copy, the idiom's {title} over ours", few, 1.0, unit="x"),
         ]
-    empty = [(1 / ratio, where) for ratio, where in _ratios(rows, xla, "empty", lambda row: not row.copying)]
+    empty = [Value(1 / of.value, of.where) for of in _ratios(rows, xla, "empty", lambda row: not row.copying)]
     if empty:  # A bar for CPUs.
         bars.append(_bar("XLA, no request copies, our time over an empty call's", empty, at_most=3.0, unit="x"))
     return bars
@@ -269,19 +298,20 @@ def _xla_bars(rows: Sequence[Row]) -> list[Bar]:
 
 def _ratios(
     rows: Sequence[Row], ours: Iterable[Row], other: str, wanted: Callable[[Row], bool], clock: str = "seconds"
-) -> list[tuple[float, str]]:
-    """Returns the other's time over ours, and on what, wherever both were measured."""
+) -> list[Value]:
+    """Returns the other's time over ours wherever both were measured."""
     ratios = []
     for row in filter(wanted, ours):
-        theirs = same_workload(rows, row, other)
+        theirs, limit = same_workload(rows, row, other), same_workload(rows, row, "limit")
         if theirs and getattr(row, clock) and getattr(theirs, clock):
-            ratios.append((getattr(theirs, clock) / getattr(row, clock), _where(row)))
+            at_limit = getattr(theirs, clock) / getattr(limit, clock) if limit and getattr(limit, clock) else None
+            ratios.append(Value(getattr(theirs, clock) / getattr(row, clock), _where(row), at_limit))
     return ratios
 
 
 def _bar(
     name: str,
-    values: Sequence[tuple[float, str]],
+    values: Sequence[Value],
     at_least: float | None = None,
     at_most: float | None = None,
     unit: str = "",
@@ -292,14 +322,16 @@ def _bar(
         return f"{value:.1%}" if not unit else f"{value:.2f}{unit}"
 
     if at_least is not None:
-        wanted, misses, worst_of = f">= {text(at_least)}", [v for v, _ in values if v < at_least], min
+        wanted, misses, worst_of = f">= {text(at_least)}", [v for v in values if v.value < at_least], min
+        out_of_reach = sum(v.at_limit is not None and v.at_limit < at_least for v in misses)
     else:
         assert at_most is not None
-        wanted, misses, worst_of = f"<= {text(at_most)}", [v for v, _ in values if v > at_most], max
+        wanted, misses, worst_of = f"<= {text(at_most)}", [v for v in values if v.value > at_most], max
+        out_of_reach = 0
     if not values:
-        return Bar(name, wanted, None, "", None, (0, 0))
-    worst, where = worst_of(values)
-    return Bar(name, wanted, text(worst), where, not misses, (len(misses), len(values)))
+        return Bar(name, wanted, None, "", None, (0, 0), 0)
+    worst = worst_of(values, key=lambda v: v.value)
+    return Bar(name, wanted, text(worst.value), worst.where, not misses, (len(misses), len(values)), out_of_reach)
 
 
 def _where(row: Row, detail: str | None = None) -> str:
@@ -309,11 +341,12 @@ def _where(row: Row, detail: str | None = None) -> str:
 def bar_table(bars: Sequence[Bar]) -> Iterable[str]:
     """Yields the lines of a table of the bars."""
     width = max((len(bar.name) for bar in bars), default=0)
-    yield f"\n{'bar':<{width}} {'wanted':>10} {'measured':>10}  {'met':<12} worst on"
+    yield f"\n{'bar':<{width}} {'wanted':>10} {'measured':>10}  {'met':<16} {'no pass could':<14} worst on"
     for bar in bars:
         missed, of = bar.missed
-        met = {True: "met", False: f"MISSED {missed}/{of}", None: "not measured"}[bar.met]
-        yield f"{bar.name:<{width}} {bar.wanted:>10} {bar.measured or '-':>10}  {met:<12} {bar.where}".rstrip()
+        met = {True: "met", False: f"MISSED {missed} of {of}", None: "not measured"}[bar.met]
+        measured, beyond = bar.measured or "-", bar.out_of_reach or ""
+        yield f"{bar.name:<{width}} {bar.wanted:>10} {measured:>10}  {met:<16} {beyond:<14} {bar.where}".rstrip()
 
 
 if __name__ == "__main__":
