@@ -74,10 +74,15 @@ def index_specs(indices: Any, *, data_axis: AxisName = None) -> Any:
 
     Returns:
       A pytree of the structure of `indices`.
+
+    Raises:
+      ValueError: an array has more than three axes.
     """
 
     def of_array(array: Any) -> PartitionSpec:
-        rank = len(jax.numpy.shape(array))
-        return PartitionSpec(*{0: (), 1: (data_axis,), 2: (data_axis, None), 3: (None, data_axis, None)}[rank])
+        shape = jax.numpy.shape(array)
+        if len(shape) > 3:
+            raise ValueError(f"index arrays have rank 0 to 3, got one of shape {shape}")
+        return PartitionSpec(*[(), (data_axis,), (data_axis, None), (None, data_axis, None)][len(shape)])
 
     return jax.tree.map(of_array, indices)

@@ -14,7 +14,7 @@ from layouts import ConvStateLayout, assert_integer_scalar
 from pallas_kernels import state_copy_mgpu, state_copy_xla
 from pallas_kernels.config import KernelConfig
 from pallas_kernels.plan import Operation, Request, View, decide_step, plan_copies
-from pallas_kernels.pools import Pool, flatten_pools
+from pallas_kernels.pools import Pool, StateKind, flatten_pools
 from pallas_kernels.selection import MOSAIC_GPU, XLA, choose, target_device
 
 INT32_MAX = 2**31 - 1
@@ -138,7 +138,7 @@ def run(
       The states, with the same Refs, and the slot vectors that the operation updates.
     """
     pools, leaves, treedef = flatten_pools(states)
-    _check_lengths(pools, request, views, num_rows)
+    _check_bounds(pools, request, views, num_rows)
     _check_distinct(pools, leaves)
     _check_unsharded(pools, leaves)
     interpreted = options.interpret is not None
@@ -167,16 +167,23 @@ def run(
     ), updated
 
 
-def _check_lengths(pools: Sequence[Pool], request: Request, views: Sequence[View], num_rows: int) -> None:
-    """Refuses shapes that would send the kernel out of range. Unlike chex, this cannot be disabled."""
+def _check_bounds(pools: Sequence[Pool], request: Request, views: Sequence[View], num_rows: int) -> None:
+    """Refuses what would send a mover out of range. Unlike chex, this cannot be disabled."""
     slots = {vector.shape for vector in request.slot_vectors}
     num_groups = request.block_tables.shape[0] if request.block_tables is not None else None
     sound = (
-        len(slots) <= 1
+        all(array.dtype == jnp.int32 for array in jax.tree.leaves(request))
+        and all(len(shape) == 1 for shape in slots)
+        and len(slots) <= 1
+        and (request.block_tables is None or len(request.block_tables.shape) == 3)
         and (request.idx_mapping is None or request.idx_mapping.shape == (num_rows,))
         and (request.idx_mapping is not None or all(shape[0] >= num_rows for shape in slots))
-        and all(view.start + view.length <= request.row_arrays[view.array].size for view in views)
+        and (request.num_reqs is None or request.num_reqs.shape == ())
+        and all(len(array.shape) == 1 for array in request.row_arrays)
+        and all(0 <= view.start <= request.row_arrays[view.array].size - view.length for view in views)
+        and all(isinstance(pool.table, int) and pool.table >= 0 for pool in pools)
         and (num_groups is None or all(pool.table < num_groups for pool in pools))
+        and all(len(pool.block_shape) == 2 for pool in pools if pool.kind is StateKind.CONV)
     )
     if not sound:
         raise ValueError("the index arrays do not fit each other or the states; enable chex's assertions to see which")

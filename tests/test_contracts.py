@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -33,12 +34,24 @@ def _inputs(slots: int = 3, **changes: Any) -> PostprocessInputs:
 def _call(states: Any = (_STATE,), inputs: Any = None, tables: Any = None, **options: Any) -> Any:
     copy = jax.tree.map(lambda leaf: jnp.array(leaf) if isinstance(leaf, jax.Array) else leaf, states)
     options = {"block_size": 4, "conv_layout": "DS"} | options
-    return postprocess_mamba(
-        copy,
-        _inputs() if inputs is None else inputs,
-        jnp.zeros((3, 2), jnp.int32) if tables is None else tables,
-        **options,
-    )
+    try:
+        return postprocess_mamba(
+            copy,
+            _inputs() if inputs is None else inputs,
+            jnp.zeros((3, 2), jnp.int32) if tables is None else tables,
+            **options,
+        )
+    except Exception:
+        _assert_untouched(copy, states)
+        raise
+
+
+def _assert_untouched(states: Any, before: Any) -> None:
+    """Whatever a call refuses, it has neither donated nor written."""
+    for leaf, old in zip(jax.tree.leaves(states), jax.tree.leaves(before), strict=True):
+        if isinstance(old, jax.Array):
+            assert not leaf.is_deleted()
+            np.testing.assert_array_equal(leaf, old)
 
 
 _CONV_4D = dataclasses.replace(_STATE, conv=jnp.zeros((8, 4, 5, 1)))
@@ -70,6 +83,10 @@ _CONTRACTS = {
     "num_blocks_differ": (
         {"states": [dataclasses.replace(_STATE, temporal=jnp.zeros((9, 2, 4)))]},
         "states[0].temporal and states[0].conv must have the same num_blocks",
+    ),
+    "num_layers_differ": (
+        {"states": [MambaState(conv=jnp.zeros((2, 8, 4, 5)), temporal=jnp.zeros((3, 8, 4)), stacked=True)]},
+        "states[0].temporal and states[0].conv must have the same num_layers and num_blocks",
     ),
     "num_blocks_differ_in_a_tuple": (
         {"states": [MambaState(conv=(jnp.zeros((8, 4, 5)), jnp.zeros((7, 4, 5))))]},
@@ -226,7 +243,7 @@ def _pre(**changes: Any) -> Any:
         name: jnp.ones(3, jnp.int32) for name in ("mamba_state_idx", "num_accepted_tokens", "num_computed_tokens")
     }
     vectors |= {"query_start_loc": jnp.arange(4, dtype=jnp.int32)}
-    options = {"preserve_accepted": changes.pop("preserve_accepted")} if "preserve_accepted" in changes else {}
+    options = {name: changes.pop(name) for name in ("preserve_accepted", "implementation") if name in changes}
     inputs = changes.pop("inputs", None) or PreprocessInputs(**vectors | changes)
     states = jax.tree.map(jnp.array, [_STATE])
     return preprocess_mamba(states, inputs, jnp.zeros((3, 2), jnp.int32), block_size=4, conv_layout="DS", **options)
@@ -322,23 +339,79 @@ def test_no_slots_are_no_requests() -> None:
     np.testing.assert_array_equal(state.conv, _STATE.conv)
 
 
+_VECTORS = [field.name for field in dataclasses.fields(PostprocessInputs)]
+
+
+def _copy(*arguments: Any, **options: Any) -> Any:
+    return copy_mamba_blocks([jax.tree.map(jnp.array, _STATE)], *arguments, conv_layout="DS", **options)
+
+
+# What the contracts refuse, as a call without them gets it: with the name of an implementation.
 _MISFITS = {
-    "short_vector": {"inputs": _inputs(num_accepted_tokens=jnp.ones(7, jnp.int32)), "idx_mapping": _ids(3)},
-    "short_mapping": {"idx_mapping": _ids(2)},
-    "few_slots": {"inputs": _inputs(2)},
-    "group_without_a_table": {"states": [dataclasses.replace(_STATE, group=1)]},
+    "short_vector": lambda **name: _call(
+        inputs=_inputs(num_accepted_tokens=jnp.ones(7, jnp.int32)), idx_mapping=_ids(3), **name
+    ),
+    "vectors_of_rank_2": lambda **name: _call(inputs=_inputs(**{field: _ids(3, 1) for field in _VECTORS}), **name),
+    "vector_of_int16": lambda **name: _call(inputs=_inputs(num_accepted_tokens=jnp.ones(3, jnp.int16)), **name),
+    "vector_of_floats": lambda **name: _call(inputs=_inputs(num_accepted_tokens=jnp.ones(3)), **name),
+    "few_slots": lambda **name: _call(inputs=_inputs(2), **name),
+    "short_mapping": lambda **name: _call(idx_mapping=_ids(2), **name),
+    "mapping_of_int8": lambda **name: _call(idx_mapping=jnp.zeros(3, jnp.int8), **name),
+    "mapping_of_floats": lambda **name: _call(idx_mapping=jnp.zeros(3), **name),
+    "table_of_int16": lambda **name: _call(tables=jnp.zeros((3, 2), jnp.int16), **name),
+    "table_of_uint32": lambda **name: _call(tables=jnp.zeros((3, 2), jnp.uint32), **name),
+    "table_of_rank_4": lambda **name: _call(tables=_ids(1, 1, 3, 2), **name),
+    "group_without_a_table": lambda **name: _call([dataclasses.replace(_STATE, group=1)], **name),
+    "negative_group": lambda **name: _call([dataclasses.replace(_STATE, group=-1)], **name),
+    "group_of_float": lambda **name: _call([dataclasses.replace(_STATE, group=0.5)], **name),
+    "conv_of_rank_4": lambda **name: _call([MambaState(conv=jnp.zeros((8, 4, 5, 4)))], **name),
+    "conv_of_rank_2": lambda **name: _call([MambaState(conv=jnp.zeros((8, 16)))], **name),
+    "num_reqs_as_a_vector": lambda **name: _call(num_reqs=_ids(3), **name),
+    "short_query_start_loc": lambda **name: _pre(query_start_loc=_ids(3), **name),
+    "query_start_loc_of_floats": lambda **name: _pre(query_start_loc=jnp.zeros(4), **name),
+    "query_start_loc_of_rank_2": lambda **name: _pre(query_start_loc=_ids(2, 2), **name),
+    "short_dst_blocks": lambda **name: _copy(_ids(3), _ids(2), **name),
+    "short_temporal_src_blocks": lambda **name: _copy(_ids(3), _ids(3), None, _ids(2), **name),
+    "short_token_offsets": lambda **name: _copy(_ids(3), _ids(3), _ids(2), **name),
+    "block_ids_of_floats": lambda **name: _copy(jnp.zeros(3), _ids(3), **name),
 }
 
 
-@pytest.mark.parametrize("options", _MISFITS.values(), ids=_MISFITS)
+@pytest.mark.parametrize("call", _MISFITS.values(), ids=_MISFITS)
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
-def test_disabled_assertions_open_no_way_out_of_range(options: dict[str, Any], implementation: str) -> None:
+def test_disabled_assertions_open_no_way_out_of_range(call: Callable[..., Any], implementation: str) -> None:
     chex.disable_asserts()
     try:
         with pytest.raises(ValueError, match="the index arrays do not fit each other or the states"):
-            _call(**options | {"implementation": implementation})
+            call(implementation=implementation)
     finally:
         chex.enable_asserts()
+
+
+@pytest.mark.parametrize("options", [{"tables": _ids(3)}, {"block_size": 0}, {"implementation": "mosaic_gpu"}])
+def test_refused_call_writes_nothing_to_a_ref(options: dict[str, Any]) -> None:
+    # Blocks of eight bytes, which the kernel does not take; row 0 would copy block 2 to block 1.
+    pool = jnp.arange(16.0).reshape(8, 2)
+    ref = jax.new_ref(pool)
+    arguments = {"tables": jnp.array([[1, 2], [0, 0], [0, 0]], jnp.int32), "block_size": 4, "implementation": None}
+    tables, block_size, implementation = (arguments | options).values()
+    inputs = _inputs(num_computed_tokens=jnp.array([4, 0, 0], jnp.int32))
+    with pytest.raises((AssertionError, ValueError, NotImplementedError)):
+        postprocess_mamba(
+            [MambaState(temporal=ref)],
+            inputs,
+            tables,
+            block_size=block_size,
+            conv_layout="DS",
+            implementation=implementation,
+        )
+    np.testing.assert_array_equal(ref[...], pool)
+
+
+def test_index_arrays_are_no_refs() -> None:
+    ref = jax.new_ref(_ids(3, 2))
+    with pytest.raises(AssertionError, match=r"block_tables must be int32 \[batch, columns\].*, got .*Ref"):
+        _call(tables=ref)
 
 
 def test_contracts_hold_at_trace_time_and_nothing_is_donated() -> None:

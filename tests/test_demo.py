@@ -36,6 +36,13 @@ def test_unknown_model_is_refused_with_the_names(capfd: pytest.CaptureFixture[st
     assert "qwen3.5-9b" in capfd.readouterr().err
 
 
+def test_no_requests_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        demo.main(["--num-reqs", "0"])
+    assert stop.value.code == 2
+    assert "--num-reqs must be positive, got 0" in capfd.readouterr().err
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="A GPU runs the kernel.")
 def test_kernel_on_a_cpu_is_refused_in_a_sentence(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:

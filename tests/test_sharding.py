@@ -207,3 +207,15 @@ def test_kernel_under_a_checking_shard_map_says_what_to_set() -> None:
 def test_only_the_three_operations_are_sharded() -> None:
     with pytest.raises(ValueError, match="operation must be one of copy_mamba_blocks, postprocess_mamba"):
         shard_operation(print, _mesh(AxisType.Auto, (2, 2), jax.devices("cpu")), conv_layout="DS")
+
+
+def test_static_options_go_to_shard_operation_and_not_to_its_result() -> None:
+    mesh = _mesh(AxisType.Auto, (2, 2), jax.devices("cpu"))
+    operation = shard_operation(postprocess_mamba, mesh, conv_layout="DS", block_size=3)
+    with pytest.raises(TypeError, match=r"\['null_block_id'\] must be given to shard_operation, not to its result"):
+        operation([], null_block_id=1)
+
+
+def test_index_arrays_of_rank_4_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"index arrays have rank 0 to 3, got one of shape \(1, 1, 1, 1\)"):
+        index_specs(jnp.zeros((1, 1, 1, 1)))
