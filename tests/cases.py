@@ -127,8 +127,14 @@ _ONE = (Layer(Conv(40, 5), Temporal((4, 64))),)
 CASES = [
     Case("small_pools", _SMALL),
     Case("one_request", _ONE, batch=1, block_size=1, seed=1, layouts=("DS",)),
-    Case("block_size_1", _ONE, block_size=1),
-    Case("block_size_1616", (Layer(Conv(40, 5), Temporal((4, 64)), num_blocks=64),), block_size=1616, batch=10),
+    Case("block_size_1", _ONE, block_size=1, layouts=("DS",)),
+    Case(
+        "block_size_1616",
+        (Layer(Conv(40, 5), Temporal((4, 64)), num_blocks=64),),
+        block_size=1616,
+        batch=10,
+        layouts=("SD",),
+    ),
     Case("already_advanced_counts", _ONE, advanced=True, layouts=("SD",)),
     Case("padded_batch", _ONE, num_reqs=3, layouts=("DS",)),
     Case("no_live_request", _ONE, num_reqs=0, layouts=("DS",)),
@@ -172,7 +178,7 @@ CASES = [
         layouts=("DS",),
     ),
     Case("partial_last_tiles", _two(Conv(528, 5), Temporal((4, 520))), config=_SMALL_STAGE),
-    Case("window_of_one_token", (Layer(Conv(16, 1), Temporal((8,))),)),
+    Case("window_of_one_token", (Layer(Conv(16, 1), Temporal((8,))),), layouts=("DS",)),
     Case("window_of_forty_tokens", (Layer(Conv(16, 40), Temporal((8,))),), max_draft=20, block_size=8, layouts=("SD",)),
     Case("window_of_sixteen_tokens", (Layer(Conv(24, 16), Temporal((2, 4))),), max_draft=8),
     Case("one_channel", (Layer(Conv(1, 8), Temporal((1, 1, 4))),)),
@@ -202,8 +208,9 @@ CASES = [
         "groups",
         (Layer(Conv(40, 5), Temporal((4, 64)), group=1), Layer(Conv(40, 5), Temporal((4, 64)))),
         groups=3,
+        layouts=("SD",),
     ),
-    Case("mapped", _SMALL, mapped=True, extra_slots=5),
+    Case("mapped", _SMALL, mapped=True, extra_slots=5, layouts=("SD",)),
     Case("mapped_to_fewer_slots", _ONE, mapped=True, extra_slots=-2, batch=6, layouts=("DS",)),
     Case("mapped_padded", _ONE, mapped=True, extra_slots=3, num_reqs=4, seed=5, layouts=("SD",)),
     Case("mapped_rubbish", _RUBBISH, mapped=True, extra_slots=4, tables="rubbish", batch=9, seed=6, layouts=("DS",)),
@@ -227,7 +234,7 @@ CASES = [
     Case("pre_preserving_the_counter", _ONE, operation="pre", preserve_accepted=True, layouts=("DS",)),
     Case("pre_padded_batch", _ONE, operation="pre", num_reqs=4, extra_slots=2, layouts=("SD",)),
     Case("pre_two_columns_one_block", _SMALL, operation="pre", tables="aliased", seed=1, layouts=("DS",)),
-    Case("pre_rubbish", _RUBBISH, operation="pre", tables="rubbish", batch=9, extra_slots=1, seed=8),
+    Case("pre_rubbish", _RUBBISH, operation="pre", tables="rubbish", batch=9, extra_slots=1, seed=8, layouts=("SD",)),
     Case("pre_mapped", _ONE, operation="pre", mapped=True, extra_slots=5, layouts=("SD",)),
     Case(
         "pre_mapped_rubbish", _RUBBISH, operation="pre", mapped=True, tables="rubbish", batch=9, seed=9, layouts=("DS",)
@@ -246,6 +253,7 @@ CASES = [
         (Layer(Conv(40, 5), Temporal((4, 64)), group=1, num_layers=2), Layer(Conv(24, 3, F32), Temporal((8,)))),
         operation="pre",
         groups=2,
+        layouts=("DS",),
     ),
     Case(
         "pre_in_two_chunks",
