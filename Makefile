@@ -2,6 +2,10 @@
 #   make demo            one speculative step of a real model, checked byte for byte; then a serving loop
 #   make test            the whole test suite (JAX=0.11.2 for that release instead of the newest)
 #   make lint            ruff, and buildifier where npm can bring it
+#   make fuzz            random structures and values against the oracle, new ones every time
+#   make soak            a hundred thousand random engine steps against the oracle
+#   make sanitize        the kernel under compute-sanitizer, on an NVIDIA GPU
+#   make audit           known vulnerabilities of the dependencies, where pip-audit can reach a database
 
 JAX ?=
 VENV := .venv$(if $(JAX),-jax-$(JAX))
@@ -11,7 +15,7 @@ SOURCES := $(shell find $(PACKAGES) -name '*.py')
 TESTS ?= tests
 PYTEST_ARGS ?= -n auto --dist loadgroup
 
-.PHONY: venv demo test lint clean
+.PHONY: venv demo test lint fuzz soak sanitize audit clean
 
 venv: $(VENV)/.package
 
@@ -46,6 +50,27 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@if command -v npm >/dev/null; then .ci/buildifier.sh; else echo "npm is missing: BUILD is not checked"; fi
+
+FUZZ_EXAMPLES ?= 500
+fuzz: venv
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/pytest -n auto tests/test_fuzz.py
+
+soak: venv
+	$(BIN)/python tests/soak.py $(SOAK_ARGS)
+
+# Run with the Python that has JAX for the GPU: make sanitize PYTHON=python3. Each allocation is one of CUDA's, so that
+# memcheck sees where it ends, and no launch is hidden in a CUDA graph.
+PYTHON ?= python3
+sanitize:
+	@set -e; for tool in memcheck racecheck initcheck; do \
+	  echo "compute-sanitizer --tool $$tool"; \
+	  PYTHONPATH=. XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS=--xla_gpu_enable_command_buffer= \
+	    compute-sanitizer --tool $$tool --error-exitcode 9 $(PYTHON) tests/sanitize.py $(SANITIZE_ARGS); \
+	done
+
+audit: venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
+	$(BIN)/pip-audit --skip-editable
 
 clean:
 	rm -rf .venv .venv-jax-* build *.egg-info .pytest_cache .ruff_cache .hypothesis

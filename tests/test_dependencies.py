@@ -1,0 +1,90 @@
+"""The packages import public JAX names and declared packages only, and pyproject.toml gives a reason for each bound.
+
+No Bazel target runs this file, since it reads the whole tree, as tests/test_build.py does.
+"""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+DECLARED = {re.match(r"[\w-]+", line)[0] for line in tomllib.loads(PYPROJECT)["project"]["dependencies"]}
+OURS = {"layouts", "pallas_kernels"}
+PUBLIC = ("jax", "jax.experimental.pallas")
+FILES = sorted(path for folder in ("layouts", "pallas_kernels", "tests") for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported_modules(source: str) -> Iterator[str]:
+    """Every module that is imported, and every dotted name that begins with `jax`, however it is reached."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and re.fullmatch(r"jax[\w.]*", name := ast.unparse(node)):
+            yield name
+
+
+def private_names(source: str, *, profiler: bool = False) -> set[str]:
+    """The JAX names in `source` that JAX does not promise to keep."""
+    found = set()
+    for name in imported_modules(source):
+        parts = name.split(".")
+        if parts[0] not in ("jax", "jaxlib"):
+            continue
+        experimental = parts[:2] == ["jax", "experimental"] and len(parts) > 2
+        allowed = not experimental or parts[2] == "pallas" or (profiler and "profiler" in parts)
+        if parts[0] == "jaxlib" or not allowed or any(part.startswith("_") and part != "__version__" for part in parts):
+            found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.relative_to(ROOT).as_posix() for path in FILES])
+def test_only_public_jax_names_are_used(path: Path) -> None:
+    assert private_names(path.read_text(), profiler="bench" in path.parts) == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from jax._src import core", "jax._src.core"),
+        ("import jax._src.pallas as p", "jax._src.pallas"),
+        ("import jax\njax._src.core.Jaxpr", "jax._src.core.Jaxpr"),
+        ("from jax.experimental import mosaic", "jax.experimental.mosaic"),
+        ("from jaxlib import xla_client", "jaxlib.xla_client"),
+    ],
+)
+def test_private_jax_name_is_found(source: str, name: str) -> None:
+    assert name in private_names(source)
+
+
+def test_packages_import_what_pyproject_declares_and_nothing_else() -> None:
+    imported = {
+        name.split(".")[0]
+        for path in FILES
+        if "tests" not in path.relative_to(ROOT).parts
+        for name in imported_modules(path.read_text())
+    }
+    assert imported - OURS - set(sys.stdlib_module_names) <= DECLARED
+    assert DECLARED - imported == {"jaxlib"}  # named for its version only
+
+
+def test_every_dependency_has_a_floor_and_a_comment_before_it() -> None:
+    section = PYPROJECT.split("\ndependencies = [\n")[1].split("\n]\n")[0]
+    section += PYPROJECT.split("[project.optional-dependencies]\n")[1].split("\n\n")[0]
+    lines = [line.strip() for line in section.splitlines()]
+    commented = False
+    for line in lines:
+        if line.startswith("#"):
+            commented = True
+        elif ">=" in line or line.startswith('"'):
+            assert ">=" in line, f"{line} has no floor"
+            assert commented, f"nothing says why {line} has its bounds"
+        elif line == "]":
+            commented = False
