@@ -64,7 +64,8 @@ def postprocess_mamba(
       implementation: None (the Mosaic GPU kernel where it can run, else XLA: see
         `select_implementation`), "mosaic_gpu" or "xla". Static.
       interpret: run the kernel in the Pallas GPU interpreter: True (with race detection) or
-        `InterpretGPUParams`. Implies "mosaic_gpu". Static.
+        `InterpretGPUParams`. Implies "mosaic_gpu". Its threads do not see the context manager
+        `jax.enable_x64`, so 64-bit mode must be on in all threads: `jax_enable_x64`. Static.
       config: `KernelConfig` of the kernel. Static.
 
     Returns:

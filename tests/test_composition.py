@@ -17,6 +17,7 @@ from cases import (
     random_arguments,
     random_states,
     run,
+    wide_types,
 )
 
 from layouts import MambaState
@@ -153,7 +154,7 @@ def test_steps_run_in_64_bit_mode(implementation: str, name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     states, arguments, options = _step(case)
     want = run(case.operation, "oracle", states, *arguments, **options)
-    with jax.enable_x64(True):
+    with wide_types(True):
         counts = {key: value for key, value in options.items() if key.startswith("num_") and value}
         for integer in (np.int64, np.uint8, int) if counts else (int,):
             counts = {key: integer(value) for key, value in counts.items()}

@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
-DECLARED = {re.match(r"[\w-]+", line)[0] for line in tomllib.loads(PYPROJECT)["project"]["dependencies"]}
+PROJECT = tomllib.loads(PYPROJECT)["project"]
+DECLARED = {re.match(r"[\w-]+", line)[0] for line in PROJECT["dependencies"]}
 OURS = {"layouts", "pallas_kernels"}
 PUBLIC = ("jax", "jax.experimental.pallas")
 FILES = sorted(path for folder in ("layouts", "pallas_kernels", "tests") for path in (ROOT / folder).rglob("*.py"))
@@ -64,15 +65,27 @@ def test_private_jax_name_is_found(source: str, name: str) -> None:
     assert name in private_names(source)
 
 
+def _imported(folder: str) -> set[str]:
+    """Top-level names that the files of a package import, those of its subpackages left out, save ours and Python's."""
+    names = {name.split(".")[0] for path in (ROOT / folder).glob("*.py") for name in imported_modules(path.read_text())}
+    return names - OURS - set(sys.stdlib_module_names)
+
+
+def _extra(name: str) -> set[str]:
+    """Top-level names of what an extra declares."""
+    return {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in PROJECT["optional-dependencies"][name]}
+
+
 def test_packages_import_what_pyproject_declares_and_nothing_else() -> None:
-    imported = {
-        name.split(".")[0]
-        for path in FILES
-        if "tests" not in path.relative_to(ROOT).parts
-        for name in imported_modules(path.read_text())
-    }
-    assert imported - OURS - set(sys.stdlib_module_names) <= DECLARED
+    imported = _imported("layouts") | _imported("pallas_kernels")
+    assert imported <= DECLARED
     assert DECLARED - imported == {"jaxlib"}  # named for its version only
+
+
+@pytest.mark.parametrize(("folder", "extra"), [("bench", "plot"), ("serving", "serving")])
+def test_subpackages_import_their_extra_besides(folder: str, extra: str) -> None:
+    imported = _imported(f"pallas_kernels/{folder}")
+    assert imported - DECLARED == _extra(extra)
 
 
 def test_every_dependency_has_a_floor_and_a_comment_before_it() -> None:
@@ -83,6 +96,8 @@ def test_every_dependency_has_a_floor_and_a_comment_before_it() -> None:
     for line in lines:
         if line.startswith("#"):
             commented = True
+        elif line.startswith('"mamba-state-pallas['):
+            continue  # its own extras, whose bounds stand below
         elif ">=" in line or line.startswith('"'):
             assert ">=" in line, f"{line} has no floor"
             assert commented, f"nothing says why {line} has its bounds"
