@@ -1,6 +1,7 @@
 # Everything sets itself up: the only need is a Python >= 3.12 somewhere.
 #   make demo            one speculative step of a real model, checked byte for byte; then a serving loop
 #   make test            the whole test suite (JAX=0.11.2 for that release instead of the newest)
+#   make figures         the notebooks' figures, drawn again by running them
 #   make lint            ruff, and buildifier where npm can bring it
 #   make fuzz            random structures and values against the oracle, new ones every time
 #   make soak            a hundred thousand random engine steps against the oracle
@@ -15,7 +16,7 @@ SOURCES := $(shell find $(PACKAGES) -name '*.py')
 TESTS ?= tests
 PYTEST_ARGS ?= -n auto --dist loadgroup
 
-.PHONY: venv demo test lint fuzz soak sanitize audit clean
+.PHONY: venv demo test figures lint fuzz soak sanitize audit clean
 
 venv: $(VENV)/.package
 
@@ -45,6 +46,12 @@ demo: venv
 
 test: venv
 	$(BIN)/pytest $(PYTEST_ARGS) $(TESTS)
+
+# Whoever edits a notebook runs this: it also puts the notebooks into the form in which they are kept.
+figures: venv
+	$(BIN)/python notebooks/clean.py
+	rm -f notebooks/figures/*.png
+	cd notebooks && MAMBA_STATE_FIGURES=figures ../$(BIN)/jupyter-execute *.ipynb
 
 lint: venv
 	$(BIN)/ruff check .
