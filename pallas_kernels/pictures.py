@@ -21,7 +21,7 @@ from matplotlib.text import Annotation
 # Okabe and Ito's colours, told apart by the colour-blind.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
-GREY = "#D9D9D9"  # for what is not in question
+GREY, WHITE = "#D9D9D9", "#FFFFFF"  # for what is not in question
 
 # The environment variable that names a folder for figures; without it they are only shown.
 FOLDER_VARIABLE = "MAMBA_STATE_FIGURES"
@@ -47,7 +47,7 @@ def set_style() -> None:
 def ink(color: str) -> str:
     """Returns black or white, whichever is read better on a colour."""
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 130 else "#FFFFFF"
+    return BLACK if 0.299 * red + 0.587 * green + 0.114 * blue > 130 else WHITE
 
 
 def keep(figure: Figure, name: str) -> None:

@@ -1,5 +1,7 @@
 """The notebooks run from top to bottom, are kept clean, and their figures are those that they draw now."""
 
+import dataclasses
+import json
 import os
 import re
 import runpy
@@ -11,6 +13,11 @@ from matplotlib.figure import Figure
 from nbclient import NotebookClient
 
 import pallas_kernels
+from layouts import model
+from pallas_kernels.bench.bars import judge
+from pallas_kernels.bench.first_call import FirstCall
+from pallas_kernels.bench.measure import Row
+from pallas_kernels.bench.workload import Workload
 from pallas_kernels.pictures import FOLDER_VARIABLE, fingerprint, keep, kept_fingerprint
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
@@ -67,8 +74,12 @@ def test_notebook_installs_first_and_names_the_gpus(notebook: Path) -> None:
 
 
 def test_every_kept_figure_is_drawn_by_a_notebook() -> None:
-    drawn = set(re.findall(r'keep\(\w+, \\"(\w+)\\"\)', "".join(notebook.read_text() for notebook in NOTEBOOKS)))
-    assert {file.stem for file in (FOLDER / "figures").glob("*.png")} <= drawn
+    code = "".join(notebook.read_text() for notebook in NOTEBOOKS)
+    names = {file.stem for file in (FOLDER / "data").glob("*.json")}
+    drawn = set()
+    for name in re.findall(r'keep\(\w+, f?\\"([^"]+)\\"\)', code):
+        drawn |= {name.replace("{name}", record) for record in names} if "{name}" in name else {name}
+    assert {file.stem for file in (FOLDER / "figures").glob("*.png")} == drawn
 
 
 def _figure(**changes: object) -> Figure:
@@ -115,3 +126,88 @@ def test_layouts_tour_runs_and_shows_a_race(tmp_path: Path, monkeypatch: pytest.
     assert re.search(r"RACE.DETECTED\n +read of .*\n +write of ", said)
     assert re.search(r"read +by +destination\[\.\.\.\] = stage", said)
     assert_current(tmp_path)
+
+
+@pytest.mark.slow
+def test_speculative_serving_runs_and_its_tokens_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = execute(FOLDER / "speculative_serving.ipynb", tmp_path, monkeypatch)
+    assert said.count("12 of 12 tokens are those of plain decoding") == 3
+    assert "which needs the copy: wrong from token" in said
+    assert_current(tmp_path)
+
+
+def _row(workload: Workload, contender: str, seconds: float) -> Row:
+    return Row(
+        model=workload.model.name,
+        conv_only=workload.model.temporal_shape is None,
+        layout=workload.layout,
+        tp=workload.tp,
+        operation=workload.operation,
+        num_reqs=workload.num_reqs,
+        copying=workload.num_copying,
+        offset=workload.offset,
+        paired=workload.paired,
+        contender=contender,
+        num_ctas=None,
+        seconds=seconds,
+        wall_seconds=None,
+        bytes=workload.bytes_moved,
+        kernels=1,
+    )
+
+
+def _record(contenders: tuple[str, ...]) -> dict[str, object]:
+    """A record as the benchmark writes it, of times that nobody measured."""
+    workloads = [
+        Workload(model(name), layout, 1, "post", num_reqs, copying, 1 if name == "qwen3.5-9b" else 0)
+        for name in ("qwen3.5-9b", "lfm2-1.2b")
+        for layout in ("DS", "SD")
+        for num_reqs, copying in ((1, 0), (32, 0), (32, 1), (32, 8))
+    ]
+    rows = [
+        _row(workload, contender, (2 + i) * (1e-6 + workload.bytes_moved / 4e12))
+        for workload in workloads
+        for i, contender in enumerate(contenders)
+        if workload.num_copying or contender != "limit"
+    ]
+    where = {"device": "test", "driver": None, "jax": "0", "triton": None, "torch": None, "vllm": None}
+    where |= {"date": "2000-01-01", "method": "invented"}
+    return where | {"rows": [dataclasses.asdict(row) for row in rows]}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not list((FOLDER / "data").glob("*.json")), reason="No results are kept in notebooks/data.")
+def test_benchmark_report_draws_the_kept_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MAMBA_STATE_BENCH_DATA", raising=False)
+    said = execute(FOLDER / "benchmark_report.ipynb", tmp_path, monkeypatch)
+    assert "NO DATA" not in said
+    assert_current(tmp_path)
+
+
+def test_benchmark_report_says_that_there_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAMBA_STATE_BENCH_DATA", str(tmp_path))
+    said = execute(FOLDER / "benchmark_report.ipynb", tmp_path, monkeypatch)
+    assert f"NO DATA: there is no *.json file in the folder '{tmp_path}'" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_benchmark_report_draws_what_a_run_has_and_names_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, figures = tmp_path / "data", tmp_path / "figures"
+    data.mkdir()
+    figures.mkdir()
+    whole, plain = _record(("limit", "mosaic_gpu", "vllm")), _record(("mosaic_gpu",))
+    call = FirstCall("qwen3.5-9b", 24, False, "mosaic_gpu", 1.0, 1.0, 1.5)
+    bars = judge([Row(**row) for row in whole["rows"]], [call])
+    whole |= {"few_ctas": {"num_ctas": 32}, "bars": list(map(dataclasses.asdict, bars))}
+    whole |= {"first_calls": [dataclasses.asdict(call)]}
+    (data / "whole.json").write_text(json.dumps(whole))
+    (data / "plain.json").write_text(json.dumps(plain))
+    monkeypatch.setenv("MAMBA_STATE_BENCH_DATA", str(data))
+    said = execute(FOLDER / "benchmark_report.ipynb", figures, monkeypatch)
+    assert "plain has no measurement of vLLM's kernel" in said
+    assert "plain has no measurement of the limit" in said
+    assert "24 layers, separate arrays: 3.50 s" in said
+    drawn = {"plain_no_copy", "plain_times", *(f"whole_{name}" for name in ("limit", "no_copy", "times", "vllm"))}
+    assert {file.stem for file in figures.glob("*.png")} == drawn
