@@ -65,9 +65,12 @@ def test_private_jax_name_is_found(source: str, name: str) -> None:
     assert name in private_names(source)
 
 
-def _imported(folder: str) -> set[str]:
-    """Top-level names that the files of a package import, those of its subpackages left out, save ours and Python's."""
-    names = {name.split(".")[0] for path in (ROOT / folder).glob("*.py") for name in imported_modules(path.read_text())}
+PICTURES = ROOT / "pallas_kernels/pictures.py"  # for the notebooks only
+
+
+def _imported(*paths: Path) -> set[str]:
+    """Top-level names that files import, save ours and Python's."""
+    names = {name.split(".")[0] for path in paths for name in imported_modules(path.read_text())}
     return names - OURS - set(sys.stdlib_module_names)
 
 
@@ -77,15 +80,19 @@ def _extra(name: str) -> set[str]:
 
 
 def test_packages_import_what_pyproject_declares_and_nothing_else() -> None:
-    imported = _imported("layouts") | _imported("pallas_kernels")
+    files = {*(ROOT / "layouts").glob("*.py"), *(ROOT / "pallas_kernels").glob("*.py")} - {PICTURES}
+    imported = _imported(*files)
     assert imported <= DECLARED
     assert DECLARED - imported == {"jaxlib"}  # named for its version only
 
 
 @pytest.mark.parametrize(("folder", "extra"), [("bench", "plot"), ("serving", "serving")])
 def test_subpackages_import_their_extra_besides(folder: str, extra: str) -> None:
-    imported = _imported(f"pallas_kernels/{folder}")
-    assert imported - DECLARED == _extra(extra)
+    assert _imported(*(ROOT / "pallas_kernels" / folder).glob("*.py")) - DECLARED == _extra(extra)
+
+
+def test_pictures_import_what_the_notebooks_need_besides() -> None:
+    assert _imported(PICTURES) - DECLARED == {"matplotlib"} <= _extra("notebooks")
 
 
 def test_every_dependency_has_a_floor_and_a_comment_before_it() -> None:
