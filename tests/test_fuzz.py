@@ -172,7 +172,7 @@ def _check_values(implementation: str, case: Case, layout: str, data: st.DataObj
 
 @pytest.mark.parametrize("layout", ["DS", "SD"])
 @pytest.mark.parametrize("case", _XLA_STRUCTURES, ids=[case.name for case in _XLA_STRUCTURES])
-@_settings(25)
+@_settings(15)
 @hypothesis.given(data=st.data())
 def test_xla_agrees_with_the_oracle_on_any_values(case: Case, layout: str, data: st.DataObject) -> None:
     # XLA takes the rows one by one as the oracle does, so the rows may even name each other's blocks.
@@ -184,7 +184,7 @@ def test_xla_agrees_with_the_oracle_on_any_values(case: Case, layout: str, data:
 )
 @pytest.mark.parametrize("layout", ["DS", "SD"])
 @pytest.mark.parametrize("case", _KERNEL_STRUCTURES, ids=[case.name for case in _KERNEL_STRUCTURES])
-@_settings(10)
+@_settings(6)
 @hypothesis.given(data=st.data())
 def test_kernel_agrees_with_the_oracle_on_any_values(
     implementation: str, case: Case, layout: str, data: st.DataObject

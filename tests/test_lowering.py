@@ -110,13 +110,13 @@ def test_every_model_lowers_at_every_tensor_parallel_degree(name: str, layout: C
 
 
 @pytest.mark.parametrize("layout", list(ConvStateLayout))
-@pytest.mark.parametrize("batch", [128, 512])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_is_one_launch_whose_thread_blocks_fit_the_device_at_once(
-    name: str, batch: int, layout: ConvStateLayout
+    name: str, layout: ConvStateLayout
 ) -> None:
     states = _model_states(MODELS[name], layout.name, tp=1, layers=1, num_blocks=64)
-    traced = _trace(postprocess_mamba, states, *_request_shapes(batch, 8), block_size=16, conv_layout=layout)
+    # No batch takes more shared memory: a longer one is planned in chunks.
+    traced = _trace(postprocess_mamba, states, *_request_shapes(512, 8), block_size=16, conv_layout=layout)
     ((num_ctas, num_warpgroups, shared_bytes),) = _launches(traced)
     assert (num_ctas, num_warpgroups) == (2 * _NUM_SMS, 4)
     assert 0 < 2 * (shared_bytes + _SHARED_BYTES_OF_LAUNCH) <= _SHARED_BYTES_OF_SM
@@ -163,7 +163,7 @@ def test_conv_whose_channels_are_no_multiple_of_128_lowers(layout: ConvStateLayo
     assert text.count("custom_call @mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 127, 128, 129, 511, 512, 513, 1024, 1500])
+@pytest.mark.parametrize("batch", [1, 3, 4, 127, 128, 129, 512, 513, 1500])
 def test_any_batch_size_lowers(batch: int) -> None:
     inputs, tables = _request_shapes(batch, columns=3)
     states = _model_states(MODELS["lfm2-1.2b"], "DS", tp=1, layers=1, num_blocks=64)

@@ -124,7 +124,7 @@ def plot_speed(axes: Axes, rows: Rows) -> None:
             linestyle="--" if name == "limit" else "-",
         )
     axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     axes.grid(alpha=0.3)
     axes.set_xlabel("bytes read plus bytes written (MiB)")
     axes.set_ylabel("speed (GB/s)")
