@@ -35,6 +35,8 @@ def execute(notebook: Path, figures: Path, monkeypatch: pytest.MonkeyPatch) -> s
     executed = nbformat.read(notebook, as_version=4)
     NotebookClient(executed, timeout=120, resources={"metadata": {"path": str(FOLDER)}}).execute()
     outputs = [output for cell in executed.cells if cell.cell_type == "code" for output in cell.outputs]
+    shown = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert len(shown) == len(list(figures.glob("*.png"))), "a figure is kept and not shown, or shown and not kept"
     return "".join(output.text for output in outputs if output.output_type == "stream")
 
 
