@@ -20,7 +20,8 @@ PYTEST_ARGS ?= -n auto --dist loadgroup
 
 venv: $(VENV)/.package
 
-# The dependencies, once, without compiling every file of theirs, most of which nothing imports; then the package itself as a wheel, whenever its sources change.
+# The dependencies, once, without compiling every file of theirs, most of which nothing imports; then the package itself
+# as a wheel, whenever its sources change.
 $(VENV)/.dependencies: pyproject.toml
 	@set -e; \
 	for python in python3.13 python3.12 python3 $$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/*/bin/python3 2>/dev/null | sort -rV); do \

@@ -138,26 +138,6 @@ def test_speculative_serving_runs_and_its_tokens_are_right(tmp_path: Path, monke
     assert_current(tmp_path)
 
 
-def _row(workload: Workload, contender: str, seconds: float) -> Row:
-    return Row(
-        model=workload.model.name,
-        conv_only=workload.model.temporal_shape is None,
-        layout=workload.layout,
-        tp=workload.tp,
-        operation=workload.operation,
-        num_reqs=workload.num_reqs,
-        copying=workload.num_copying,
-        offset=workload.offset,
-        paired=workload.paired,
-        contender=contender,
-        num_ctas=None,
-        seconds=seconds,
-        wall_seconds=None,
-        bytes=workload.bytes_moved,
-        kernels=1,
-    )
-
-
 def _record(contenders: tuple[str, ...]) -> dict[str, object]:
     """A record as the benchmark writes it, of times that nobody measured."""
     workloads = [
@@ -167,7 +147,7 @@ def _record(contenders: tuple[str, ...]) -> dict[str, object]:
         for num_reqs, copying in ((1, 0), (32, 0), (32, 1), (32, 8))
     ]
     rows = [
-        _row(workload, contender, (2 + i) * (1e-6 + workload.bytes_moved / 4e12))
+        Row.of(workload, contender, (2 + i) * (1e-6 + workload.bytes_moved / 4e12), kernels=1)
         for workload in workloads
         for i, contender in enumerate(contenders)
         if workload.num_copying or contender != "limit"

@@ -49,6 +49,36 @@ class Row:
     bytes: int
     kernels: int
 
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        contender: str,
+        seconds: float,
+        *,
+        kernels: int,
+        num_ctas: int | None = None,
+        wall_seconds: float | None = None,
+    ) -> "Row":
+        """A measurement of `workload`."""
+        return cls(
+            model=workload.model.name,
+            conv_only=workload.model.temporal_shape is None,
+            layout=workload.layout,
+            tp=workload.tp,
+            operation=workload.operation,
+            num_reqs=workload.num_reqs,
+            copying=workload.num_copying,
+            offset=workload.offset,
+            paired=workload.paired,
+            contender=contender,
+            num_ctas=num_ctas,
+            seconds=seconds,
+            wall_seconds=wall_seconds,
+            bytes=workload.bytes_moved,
+            kernels=kernels,
+        )
+
 
 class WrongResultError(RuntimeError):
     """A contender's bytes differ from the oracle's."""
@@ -130,23 +160,8 @@ class Bench:
     def _append(
         self, name: str, workload: Workload, config: KernelConfig, seconds: float, kernels: int, wall: float | None
     ) -> None:
-        row = Row(
-            model=workload.model.name,
-            conv_only=workload.model.temporal_shape is None,
-            layout=workload.layout,
-            tp=workload.tp,
-            operation=workload.operation,
-            num_reqs=workload.num_reqs,
-            copying=workload.num_copying,
-            offset=workload.offset,
-            paired=workload.paired,
-            contender=name,
-            num_ctas=config.num_ctas if name == "mosaic_gpu" else None,
-            seconds=seconds,
-            wall_seconds=wall,
-            bytes=workload.bytes_moved,
-            kernels=kernels,
-        )
+        num_ctas = config.num_ctas if name == "mosaic_gpu" else None
+        row = Row.of(workload, name, seconds, kernels=kernels, num_ctas=num_ctas, wall_seconds=wall)
         self.rows.append(row)
         self.reporter.row(row, self.rows)
 
