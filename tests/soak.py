@@ -26,11 +26,11 @@ from pallas_kernels import (
 )
 
 BATCH, SLOTS = 3, 4
-BLOCK_SIZE, COLUMNS, MAX_DRAFT = 4, 7, 3
+BLOCK_SIZE, COLUMNS, MAX_DRAFT = 4, 9, 3
 NUM_BLOCKS = 1 + BATCH * COLUMNS
 CHUNK = 500
-# A request that holds so many tokens makes room for a new one: its drafts would need more columns.
-FULL = (COLUMNS - 1) * BLOCK_SIZE - MAX_DRAFT
+# A request that holds more tokens makes room for a new one: its checkpoints might not all have a column.
+FULL = (COLUMNS - MAX_DRAFT) * BLOCK_SIZE - 1 - MAX_DRAFT
 
 
 class Engine(NamedTuple):
