@@ -1,4 +1,4 @@
-"""The request vectors of the Mosaic GPU kernel: collect, fetch, write back, and number the rows that copy.
+"""The request vectors of the Mosaic GPU kernel: collect, fetch, write back, and number the rows' work items.
 
 Rows are handled in chunks of a static size, of which the last may be smaller. Bulk copies bring
 whole units of four int32; the few elements behind them go one by one.
@@ -57,10 +57,9 @@ def row_layout(length: int) -> Any:
 def fetch_rows(
     views: Sequence[View], arrays_gmem: Sequence[Ref], rows_smem: Ref, fetched: Ref, chunk: Index, chunk_rows: int
 ) -> None:
-    """Starts to bring a chunk of every view into `rows_smem`, one row of it each.
+    """Starts to bring a chunk of every view into `rows_smem`, one row of it each, in whole copy units.
 
-    `fetched` counts one arrival per view, whether or not it has anything to bring in bulk. What comes
-    one by one is there when this returns.
+    `fetched` counts one arrival per view, whether or not it has anything to bring.
     """
 
     def fetch(v: int, view: View, size: int) -> None:
@@ -71,13 +70,6 @@ def fetch_rows(
         else:
             plgpu.barrier_arrive(fetched)
 
-    def fetch_rest(v: int, view: View, size: int) -> None:
-        whole, first, count = _span(view, chunk, chunk_rows, size)
-        # All are read before the first is written: each write to shared memory waits for what was read.
-        rest = [arrays_gmem[view.array][first + i] for i in range(whole, count)]
-        for i, element in enumerate(rest, start=whole):
-            rows_smem[v, i] = element
-
     for v, view in enumerate(views):
         with_chunk(
             view.length,
@@ -86,8 +78,22 @@ def fetch_rows(
             functools.partial(fetch, v, view),
             otherwise=lambda: plgpu.barrier_arrive(fetched),
         )
+
+
+def fetch_rest(
+    views: Sequence[View], arrays_gmem: Sequence[Ref], rows_smem: Ref, chunk: Index, chunk_rows: int
+) -> None:
+    """Brings the elements that fill no copy unit, one by one. They are there when this returns."""
+
+    def fetch(v: int, view: View, size: int) -> None:
+        whole, first, count = _span(view, chunk, chunk_rows, size)
+        # All are read before the first is written: each write to shared memory waits for what was read.
+        rest = [arrays_gmem[view.array][first + i] for i in range(whole, count)]
+        for i, element in enumerate(rest, start=whole):
+            rows_smem[v, i] = element
+
     for v, view in enumerate(views):
-        with_chunk(view.length, chunk, chunk_rows, functools.partial(fetch_rest, v, view))
+        with_chunk(view.length, chunk, chunk_rows, functools.partial(fetch, v, view))
 
 
 def _span(view: View, chunk: Index, chunk_rows: int, size: int) -> tuple[int, Index, int]:
@@ -180,43 +186,43 @@ def with_chunk(
     pl.when(chunk > last)(otherwise)
 
 
-def count_copying(counts_smem: Ref, copies: jax.Array) -> None:
-    """Leaves in the upper half of `counts_smem` how many rows copy up to and including each row.
+def number_items(items_smem: Ref, items: jax.Array) -> None:
+    """Leaves in the upper half of `items_smem` how many work items there are up to and including each row.
 
-    A prefix sum in log8 steps: each adds the counts that lie up to seven `width`s back, where the
-    lower half provides the zeros before the first row. If no row copies, only the last count is written.
+    A prefix sum in log8 steps: each adds the sums that lie up to seven `width`s back, where the
+    lower half provides the zeros before the first row. If there is no item, only the last sum is written.
     """
-    length = copies.shape[0]
-    total = jnp.sum(copies, dtype=jnp.int32)
-    counts_smem[2 * length - 1] = total
+    length = items.shape[0]
+    total = jnp.sum(items, dtype=jnp.int32)
+    items_smem[2 * length - 1] = total
 
     @pl.when(total > 0)
     def _sum_up() -> None:
         lower, upper = pl.ds(0, length), pl.ds(length, length)
-        counts_smem[lower] = copies * 0
-        counts_smem[upper] = sums = copies
+        items_smem[lower] = items * 0
+        items_smem[upper] = sums = items
         width = 1
         while width < length:
             steps = min(8, length // width)
             for back in range(1, steps):
-                earlier = counts_smem.at[pl.ds(length - back * width, length)]
+                earlier = items_smem.at[pl.ds(length - back * width, length)]
                 sums = sums + plgpu.load(earlier, layout=row_layout(length), optimized=False)
-            counts_smem[upper] = sums
+            items_smem[upper] = sums
             width *= steps
 
 
-def num_copying(counts_smem: Ref) -> jax.Array:
-    """How many rows copy."""
-    return counts_smem[counts_smem.shape[0] - 1]
+def total_items(items_smem: Ref) -> jax.Array:
+    """Work items of all rows."""
+    return items_smem[items_smem.shape[0] - 1]
 
 
-def row_of_rank(counts_smem: Ref, rank: jax.Array) -> jax.Array:
-    """The row that copies after exactly `rank` others, by binary search in the counts."""
-    length = counts_smem.shape[0] // 2
+def row_of_item(items_smem: Ref, item: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The row that a work item belongs to, by binary search in the sums, its first item and the next row's."""
+    length = items_smem.shape[0] // 2
     row = jnp.int32(0)
     stride = length // 2
     while stride:
-        skip = counts_smem[length - 1 + row + stride] <= rank
+        skip = items_smem[length - 1 + row + stride] <= item
         row = jnp.where(skip, row + stride, row)
         stride //= 2
-    return row
+    return row, items_smem[length - 1 + row], items_smem[length + row]

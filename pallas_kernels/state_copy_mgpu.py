@@ -1,11 +1,10 @@
 """The Mosaic GPU kernel: one persistent launch plans the step and copies every layer.
 
 In each thread block, one warpgroup decides the whole batch from the request vectors and numbers the
-copying rows with a prefix sum in shared memory. Then every warpgroup takes its share of the work
-items: one tile of one pool of one copying row, dealt to the warpgroups of the grid one after the
-other. Tiles travel by bulk asynchronous copies between global and shared memory, which take any number
-of 16-byte units; only the strided shift of a conv window passes through registers. Pools of equal
-geometry share the code of a tile and differ in a `lax.switch` over refs.
+work items with a prefix sum in shared memory: one tile of one pool of one copying row each. They are
+dealt to all warpgroups of the grid. Tiles travel by bulk asynchronous copies between global and shared
+memory, which take any number of 16-byte units; only the strided shift of a conv window passes through
+registers. Pools of equal geometry share the code of a tile and differ in a `lax.switch` over refs.
 
 Dims: S = slots, R = rows of the batch, G = block tables, C = columns.
 """
@@ -37,14 +36,15 @@ from pallas_kernels.pools import Pool, StateKind
 from pallas_kernels.rows_mgpu import (
     collect_vectors,
     copy_vector,
-    count_copying,
+    fetch_rest,
     fetch_rows,
     load_row,
     load_rows,
-    num_copying,
+    number_items,
     row_layout,
-    row_of_rank,
+    row_of_item,
     scatter_rows,
+    total_items,
     write_rows,
 )
 from pallas_kernels.tile_copy_mgpu import (
@@ -69,6 +69,8 @@ from pallas_kernels.tiling import (
 _MAX_ROWS = 512
 # Shared memory for the request vectors of a chunk, at most, unless the smallest chunk needs more.
 _MAX_VECTOR_BYTES = 32 * 1024
+# Items per worker up to which a row counts as short.
+_SHORT_ROW = 4
 # Shared memory of a thread block, less what barriers and reductions take.
 _SHARED_BYTES = 225 * 1024
 
@@ -177,7 +179,8 @@ class _Step:
     def chunk_rows(self) -> int:
         """Rows planned at once, a power of two for the binary search."""
         rows = min(max(1 << (self.num_rows - 1).bit_length(), LANES), _MAX_ROWS)
-        while rows > LANES and 4 * rows * len(self.views) > _MAX_VECTOR_BYTES:
+        most_rows = min(_MAX_VECTOR_BYTES // (4 * len(self.views)), np.iinfo(np.int32).max // self.most_items)
+        while rows > LANES and rows > most_rows:
             rows //= 2
         return rows
 
@@ -197,9 +200,13 @@ class _Step:
         return tuple(dict.fromkeys(group.pool.dtype for group in self.groups))
 
     @property
-    def num_items(self) -> int:
-        """Work items of one copying row."""
-        return sum(group.num_items for group in self.groups)
+    def most_items(self) -> int:
+        """Work items of one copying row, at most."""
+        return sum(group.most_items for group in self.groups)
+
+    def num_items(self, offset: jax.Array) -> jax.Array:
+        """Work items of copying rows whose windows shift by `offset` tokens."""
+        return offset * 0 + sum(group.num_items(offset) for group in self.groups)
 
     @property
     def stage_elements(self) -> dict[np.dtype, int]:
@@ -221,6 +228,21 @@ class _Step:
         return max(min(self.most_warpgroups, (_SHARED_BYTES - vectors_bytes) // stages_bytes), 1)
 
     @property
+    def num_workers(self) -> int:
+        """Warpgroups of the grid."""
+        return self.num_ctas * self.num_warpgroups
+
+    @property
+    def deals_runs(self) -> bool:
+        """Whether each worker gets a run of work items instead of one item in every `num_workers`.
+
+        A run crosses few rows, and a worker plans every row that it comes to. Short rows are worth that;
+        long ones are copied faster by workers that keep together. So are rows of unlike pools, whose items
+        take unlike times.
+        """
+        return len(self.groups) == 1 and self.most_items < _SHORT_ROW * self.num_workers
+
+    @property
     def num_loads(self) -> int:
         """The most loads that a tile has in flight at once."""
         return max(group.tiling.num_loads for group in self.groups)
@@ -232,7 +254,7 @@ class _Step:
             # A vector may start inside a copy unit; a whole line more keeps the rows on lines.
             "rows_smem": plgpu.SMEM((len(self.views), self.chunk_rows + LINE_BYTES // 4), jnp.int32),
             "updates_smem": [plgpu.SMEM((self.chunk_rows,), jnp.int32) for _ in self.operation.updated],
-            "counts_smem": plgpu.SMEM((2 * self.chunk_rows,), jnp.int32),
+            "items_smem": plgpu.SMEM((2 * self.chunk_rows,), jnp.int32),
             "stages_smem": [
                 plgpu.SMEM((self.num_warpgroups, elements), dtype) for dtype, elements in self.stage_elements.items()
             ],
@@ -254,7 +276,7 @@ def _copy_states(
     *updated_gmem: Ref,
     rows_smem: Ref,
     updates_smem: Sequence[Ref],
-    counts_smem: Ref,
+    items_smem: Ref,
     stages_smem: Sequence[Ref],
     fetched: Ref,
     planned: Ref,
@@ -277,7 +299,9 @@ def _copy_states(
         @pl.when(warpgroup == 0)
         def _plan() -> None:
             fetch_rows(step.views, arrays_gmem, rows_smem, fetched, chunk, step.chunk_rows)
-            num_live = jnp.minimum(num_reqs_gmem[0], step.batch)
+            num_reqs = num_reqs_gmem[0]
+            fetch_rest(step.views, arrays_gmem, rows_smem, chunk, step.chunk_rows)
+            num_live = jnp.minimum(num_reqs, step.batch)
             plgpu.barrier_wait(fetched)
             values = load_rows(step.views, rows_smem, step.chunk_rows)
             row = plgpu.broadcasted_iota(jnp.int32, (step.chunk_rows,), 0, layout=row_layout(step.chunk_rows))
@@ -286,7 +310,7 @@ def _copy_states(
                 *values, slot = values
                 live &= (slot >= 0) & (slot < updated_gmem[0].shape[0])
             decision = step.operation.decide(values, live)
-            count_copying(counts_smem, jnp.where(decision.copies, jnp.int32(1), jnp.int32(0)))
+            number_items(items_smem, jnp.where(decision.copies, step.num_items(decision.offset), 0))
             plgpu.barrier_arrive(planned)
 
             @pl.when(cta == 0)
@@ -301,24 +325,16 @@ def _copy_states(
                     else:
                         write_rows(update_smem, vector_gmem, chunk, step.chunk_rows)
 
-        def plan_row(rank: jax.Array) -> tuple[jax.Array, dict[int, BlockIds]]:
-            row = row_of_rank(counts_smem, rank)
+        def plan_row(row: jax.Array) -> tuple[jax.Array, dict[int, BlockIds]]:
             values = load_row(step.views[: step.num_values], rows_smem, row)
             ids = {table: _block_ids(step, values, table, tables_gmem, first_row + row) for table in step.tables}
             return step.operation.decide(values, jnp.bool_(True)).offset, ids
 
         plgpu.barrier_wait(planned)
         stages = [stage_smem.at[warpgroup] for stage_smem in stages_smem]
-        _deal_items(
-            step,
-            # Neighbouring items go to different SMs.
-            warpgroup * step.num_ctas + cta,
-            num_copying(counts_smem) * step.num_items,
-            plan_row,
-            pools_gmem,
-            stages,
-            loaded.at[warpgroup],
-        )
+        # Neighbours among the workers are on different SMs.
+        worker = warpgroup * step.num_ctas + cta
+        _deal_items(step, worker, items_smem, plan_row, pools_gmem, stages, loaded.at[warpgroup])
         # The stores have read shared memory. The end of the launch waits for what they write.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -351,44 +367,50 @@ def _block_ids(
 
 def _deal_items(
     step: _Step,
-    first_item: jax.Array,
-    num_items: jax.Array,
+    worker: jax.Array,
+    items_smem: Ref,
     plan_row: Callable[[jax.Array], tuple[jax.Array, dict[int, BlockIds]]],
     pools_gmem: Sequence[Ref],
     stages_smem: Sequence[Ref],
     loaded: Ref,
 ) -> None:
-    """Copies a warpgroup's share of the work items, row after row: as many apart as the grid has warpgroups."""
-    per_row, stride = jnp.int32(step.num_items), jnp.int32(step.num_ctas * step.num_warpgroups)
+    """Copies the share of the work items of one warpgroup, the `worker`-th of the grid, row after row."""
+    num_workers, total = jnp.int32(step.num_workers), total_items(items_smem)
+    if step.deals_runs:
+        share, rest = lax.div(total, num_workers), lax.rem(total, num_workers)
+        first, stride = worker * share + jnp.minimum(worker, rest), jnp.int32(1)
+        end = first + share + (worker < rest).astype(jnp.int32)
+    else:
+        first, stride, end = worker, num_workers, total
 
-    def copy_row(first_item: jax.Array) -> jax.Array:
-        rank = lax.div(first_item, per_row)
-        first_in_row = lax.rem(first_item, per_row)
-        offset, ids = plan_row(rank)
+    def copy_row(first: jax.Array) -> jax.Array:
+        row, row_start, row_end = row_of_item(items_smem, first)
+        offset, ids = plan_row(row)
+        row_end = jnp.minimum(row_end, end)
 
-        @pl.loop(first_in_row, per_row, step=stride)
+        @pl.loop(first - row_start, row_end - row_start, step=stride)
         def _item(item: jax.Array) -> None:
-            start = 0
+            group_start: int | jax.Array = 0
             for group in step.groups:
                 copy_tile = functools.partial(
                     _copy_tile,
                     step,
                     group,
                     [pools_gmem[i] for i in group.members],
-                    item - start,
+                    item - group_start,
                     offset,
                     ids[group.pool.table],
                     stages_smem[step.dtypes.index(group.pool.dtype)],
                     loaded,
                 )
-                pl.when((item >= start) & (item < start + group.num_items))(copy_tile)
-                start += group.num_items
+                group_end = group_start + group.num_items(offset)
+                pl.when((item >= group_start) & (item < group_end))(copy_tile)
+                group_start = group_end
             free_stage()
 
-        done = lax.div(per_row - first_in_row + stride - 1, stride)
-        return first_item + done * stride
+        return first + lax.div(row_end - first + stride - 1, stride) * stride
 
-    lax.while_loop(lambda item: item < num_items, copy_row, first_item)
+    lax.while_loop(lambda item: item < end, copy_row, first)
 
 
 def _copy_tile(
@@ -404,8 +426,8 @@ def _copy_tile(
     """Copies the group's `item`-th tile, unless the row's block ids rule the copy out."""
     pool, tiling = group.pool, group.tiling
     is_conv = pool.kind is StateKind.CONV
-    tile = lax.rem(item, jnp.int32(tiling.num_items))
-    block = lax.div(item, jnp.int32(tiling.num_items))
+    tiles = jnp.asarray(tiling.num_items(offset), jnp.int32)
+    tile, block = lax.rem(item, tiles), lax.div(item, tiles)
     layer = lax.rem(block, jnp.int32(group.num_layers))
     src, shift = (ids.conv_src, offset) if is_conv else (ids.temporal_src, jnp.int32(0))
     usable = blocks_usable(src, ids.dst, num_blocks=pool.num_blocks, null_block_id=step.null_block_id)

@@ -104,11 +104,10 @@ def copy_token_rows(tiling: TokenRows, copy: TileCopy, item: jax.Array) -> None:
         if tiling.num_tokens == 1:
             move_token(0)
             return
-        token = lax.div(item, tiles_per_row)
         in_place = copy.src == copy.dst
         # In place, the first token's item moves them all and the others are left nothing.
-        first = jnp.where(in_place, copy.offset + token * tiling.num_tokens, jnp.maximum(token, copy.offset))
-        end = jnp.where(in_place, jnp.int32(tiling.num_tokens), token + 1)
+        first = copy.offset + lax.div(item, tiles_per_row) * jnp.where(in_place, jnp.int32(tiling.num_tokens), 1)
+        end = jnp.where(in_place, jnp.int32(tiling.num_tokens), first + 1)
 
         @pl.loop(first, end)
         def _token(token: jax.Array) -> None:

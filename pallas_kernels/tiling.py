@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from layouts import ConvStateLayout
@@ -41,7 +42,7 @@ class TokenRows:
     """Blocks of `num_tokens` rows, each a whole number of copy units: temporal and aligned SD blocks.
 
     A tile is a range of one row, which moves without touching a register. A temporal block is a
-    single row.
+    single row. Of the others, only the rows from the copy's token offset on have tiles.
 
     Attributes:
       num_tokens: rows of a block.
@@ -54,9 +55,16 @@ class TokenRows:
     tile: int
 
     @property
-    def num_items(self) -> int:
-        """Work items of a block: the tiles of all its rows."""
+    def most_items(self) -> int:
+        """Work items of a block, at most: the tiles of all its rows."""
         return self.num_tokens * num_tiles(self.extent, self.tile)
+
+    def num_items(self, offset: jax.Array) -> int | jax.Array:
+        """Work items of a block: the tiles of the rows that move, none if the offset leaves the window."""
+        if self.num_tokens == 1:
+            return self.most_items
+        inside = (offset >= 0) & (offset < self.num_tokens)
+        return jnp.where(inside, self.num_tokens - offset, 0) * num_tiles(self.extent, self.tile)
 
     @property
     def stage_elements(self) -> int:
@@ -84,9 +92,13 @@ class ShiftedRows:
     tile: int
 
     @property
-    def num_items(self) -> int:
+    def most_items(self) -> int:
         """Work items of a block: its tiles."""
         return num_tiles(self.extent, self.tile)
+
+    def num_items(self, offset: jax.Array) -> int:
+        """Work items of a block, whatever the offset."""
+        return self.most_items
 
     @property
     def destination_start(self) -> int:
@@ -124,9 +136,13 @@ class WholeBlocks:
     unit: int
 
     @property
-    def num_items(self) -> int:
+    def most_items(self) -> int:
         """Work items of a block: the block itself."""
         return 1
+
+    def num_items(self, offset: jax.Array) -> int:
+        """Work items of a block, whatever the offset."""
+        return self.most_items
 
     @property
     def source_tile(self) -> int:
@@ -190,7 +206,8 @@ def tile_blocks(pool: Pool, conv_layout: ConvStateLayout, *, tile_bytes: int, st
         state_len = pool.block_shape[1]
         return ShiftedRows(state_len, size, tile=_even_tile(size, stage_bytes // 2 // itemsize, state_len, itemsize))
     else:
-        (num_tokens, row), limit = pool.block_shape, min(tile_bytes, stage_bytes)
+        # Rows are short: rather a tile that is a quarter larger than one more.
+        (num_tokens, row), limit = pool.block_shape, min(tile_bytes * 5 // 4, stage_bytes)
     if row % unit == 0:
         return TokenRows(num_tokens, row, tile=_even_tile(row, limit // itemsize, 1, itemsize))
     return WholeBlocks(row, size, tile=_even_tile(size, stage_bytes // 3 // itemsize, 1, itemsize), unit=unit)
@@ -218,9 +235,18 @@ class PoolGroup:
         return self.pool.num_layers or 1
 
     @property
-    def num_items(self) -> int:
-        """Work items of one copying row."""
-        return len(self.members) * self.num_layers * self.tiling.num_items
+    def num_blocks(self) -> int:
+        """Blocks that one copying row moves: one in each layer of each member."""
+        return len(self.members) * self.num_layers
+
+    @property
+    def most_items(self) -> int:
+        """Work items of a copying row, at most."""
+        return self.num_blocks * self.tiling.most_items
+
+    def num_items(self, offset: jax.Array) -> int | jax.Array:
+        """Work items of a copying row whose windows shift by `offset` tokens."""
+        return self.num_blocks * self.tiling.num_items(offset)
 
 
 def group_pools(
