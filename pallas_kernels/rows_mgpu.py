@@ -83,7 +83,10 @@ def fetch_rows(
 def fetch_rest(
     views: Sequence[View], arrays_gmem: Sequence[Ref], rows_smem: Ref, chunk: Index, chunk_rows: int
 ) -> None:
-    """Brings the elements that fill no copy unit, one by one. They are there when this returns."""
+    """Brings the elements that fill no copy unit, one by one. They are there when this returns.
+
+    Every thread writes them all, and no barrier orders that with the other threads' reads but the one in here.
+    """
 
     def fetch(v: int, view: View, size: int) -> None:
         whole, first, count = _span(view, chunk, chunk_rows, size)
@@ -94,6 +97,8 @@ def fetch_rest(
 
     for v, view in enumerate(views):
         with_chunk(view.length, chunk, chunk_rows, functools.partial(fetch, v, view))
+    if any((view.start + view.length) % UNIT for view in views):
+        plgpu.commit_smem()
 
 
 def _span(view: View, chunk: Index, chunk_rows: int, size: int) -> tuple[int, Index, int]:
