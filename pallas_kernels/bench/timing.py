@@ -10,6 +10,26 @@ import jax
 METHODS = {"gpu": "kernel time from CUPTI, median", "cpu": "wall time, median"}
 
 
+class Untraced(jax.stages.Wrapped):
+    """A function that is timed as it is. JAX's profiler traces any other that is not jitted."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Wraps a function that launches what is to be timed."""
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
+        return self._function(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """Refuses."""
+        raise NotImplementedError("what is timed as it is cannot be traced")
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Refuses."""
+        raise NotImplementedError("what is timed as it is cannot be lowered")
+
+
 def method() -> str:
     """How `median_seconds` times on this machine, for every contender alike."""
     return METHODS.get(jax.devices()[0].platform, METHODS["cpu"])
@@ -19,7 +39,7 @@ def median_seconds(step: Callable[..., Any], *operands: Any, iterations: int) ->
     """Times calls of a step that has run before.
 
     Args:
-      step: a jitted function, or a `vllm.Launch`.
+      step: a jitted function, or an `Untraced` one.
       *operands: what it is called with.
       iterations: calls to take the median of, at least 2.
 

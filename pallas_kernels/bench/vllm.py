@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from layouts import ConvStateLayout, MambaState
+from pallas_kernels.bench.timing import Untraced
 from pallas_kernels.bench.workload import BLOCK_SIZE, Workload
 
 MODULE = "vllm/v1/worker/mamba_utils.py"
@@ -62,25 +63,18 @@ class VllmKernels:
         return ("post", "pre") if {PREPROCESS, PRECOPY} <= self.functions.keys() else ("post",)
 
 
-class Launch(jax.stages.Wrapped):
-    """A launch of Triton kernels that `block_until_ready` and the profiler of JAX take for a jitted function's."""
+class Launch(Untraced):
+    """A launch of Triton kernels, whose result `jax.block_until_ready` can wait for."""
 
     def __init__(self, launch: Callable[[], None], wait: Callable[[], None], kept: Any) -> None:
         """Keeps `kept` alive, of which the kernels know no more than the addresses."""
-        self._launch, self._wait, self._kept = launch, wait, kept
+        super().__init__(launch)
+        self._wait, self._kept = wait, kept
 
     def __call__(self, *args: Any, **kwargs: Any) -> "Launch":
         """Launches; the result is this object, whose readiness is that of the device."""
-        self._launch()
+        super().__call__()
         return self
-
-    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """Refuses: a launch is called, no more."""
-        raise NotImplementedError("a launch of Triton kernels cannot be traced")
-
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Refuses: a launch is called, no more."""
-        raise NotImplementedError("a launch of Triton kernels cannot be lowered")
 
     def block_until_ready(self) -> "Launch":
         """Waits for all launches."""

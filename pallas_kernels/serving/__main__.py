@@ -21,14 +21,16 @@ from pallas_kernels.serving.engine import Engine
 from pallas_kernels.serving.model import SIZES, Mamba2
 from pallas_kernels.serving.reference import Decoded, agrees
 from pallas_kernels.serving.report import (
+    HEADER,
     WORKLOADS,
     Mode,
     Workload,
     decode_workload,
+    line,
     make_engine,
     make_modes,
     measure,
-    print_results,
+    print_ratios,
     serve,
 )
 
@@ -79,8 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     selection = select_implementation(engine.states, conv_layout=args.conv_layout, implementation=args.implementation)
     print(f"implementation: {selection.name} ({selection.reason})")
     if args.report:
-        results, right = measure(build, modes, workload, want, tolerance=tolerance)
-        print_results(results)
+        results, right = [], True
+        print(HEADER)
+        for mode in modes:
+            result, is_right = measure(build, mode, workload, want, tolerance=tolerance)
+            print(line(result), flush=True)
+            results.append(result)
+            right &= is_right
+        print_ratios(results)
         record: dict[str, Any] = {"modes": [dataclasses.asdict(result) for result in results]}
     else:
         right = _demo(engine, workload, want, tolerance)

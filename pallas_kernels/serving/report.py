@@ -1,6 +1,7 @@
 """Measures the serving loop: four modes on one workload, in one run, with the tokens of all of them compared."""
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from layouts import MambaState, row_steps
-from pallas_kernels.bench.timing import median_seconds
+from pallas_kernels.bench.timing import Untraced, median_seconds
 from pallas_kernels.serving.copies import Copies, SeparateCopies
 from pallas_kernels.serving.drafters import Drafter, NgramDrafter, ScriptedDrafter
 from pallas_kernels.serving.engine import Engine, Request, Step
@@ -60,7 +61,7 @@ class Workload:
 
 WORKLOADS = {
     "tiny": Workload(num_requests=8, shared=40, own=5, output=24, batch=4, block_size=8, num_spec=3),
-    "130m": Workload(num_requests=32, shared=2048, own=32, output=128, batch=16, block_size=256, num_spec=3),
+    "130m": Workload(num_requests=32, shared=2048, own=32, output=128, batch=16, block_size=64, num_spec=3),
 }
 
 
@@ -185,38 +186,30 @@ def decode_workload(model: Mamba2, weights: Any, workload: Workload) -> list[Dec
 
 
 def measure(
-    build: Callable[[Mode], Engine],
-    modes: Sequence[Mode],
-    workload: Workload,
-    want: Sequence[Decoded],
-    *,
-    tolerance: float,
-) -> tuple[list[Result], bool]:
-    """Serves the workload in each mode, and compares all tokens with plain decoding.
+    build: Callable[[Mode], Engine], mode: Mode, workload: Workload, want: Sequence[Decoded], *, tolerance: float
+) -> tuple[Result, bool]:
+    """Serves the workload in a mode, and compares all tokens with plain decoding.
 
     Args:
       build: makes an engine for a mode.
-      modes: what to compare.
+      mode: how to serve.
       workload: what to serve.
       want: the workload as decoded plainly.
       tolerance: as in `agrees`.
 
     Returns:
-      The results, and whether the tokens are those of plain decoding in every mode.
+      The result, and whether the tokens are those of plain decoding.
     """
-    results, all_agree = [], True
-    for mode in modes:
-        engine = build(mode)
-        prompts = workload.prompts(engine.model.vocab_size)
-        # Two short prompts compile what the run needs: a step with a prompt and one without.
-        serve(engine, [prompt[: workload.block_size + 2] for prompt in prompts[:2]], 4, on_step=lambda _: None)
-        result, requests = _run(build(mode), mode, prompts, workload)
-        agree = [agrees(request.output, truth, tolerance) for request, truth in zip(requests, want, strict=True)]
-        if not all(agree):
-            print(f"{mode.name}: request {agree.index(False)} differs from plain decoding")
-        results.append(result)
-        all_agree &= all(agree)
-    return results, all_agree
+    engine = build(mode)
+    prompts = workload.prompts(engine.model.vocab_size)
+    # Two short prompts compile what the run needs: a step with a prompt and one without.
+    serve(engine, [prompt[: workload.block_size + 2] for prompt in prompts[:2]], 4, on_step=lambda _: None)
+    del engine  # Its pools make room for the next one's.
+    result, requests = _run(build(mode), mode, prompts, workload)
+    agree = [agrees(request.output, truth, tolerance) for request, truth in zip(requests, want, strict=True)]
+    if not all(agree):
+        print(f"{mode.name}: request {agree.index(False)} differs from plain decoding")
+    return result, all(agree)
 
 
 def _run(
@@ -269,53 +262,52 @@ def _num_copies(step: Step, config: StepConfig) -> int:
 
 
 def _measure_copies(engine: Engine, step: Step, num_copies: int, iterations: int = 8) -> CopyCost:
-    """Runs a step again, and its copies alone, on pools that are updated in place."""
-    refs = jax.tree.map(jax.new_ref, engine.states)
+    """Runs a step of an engine that has finished again and again, and its copies alone."""
     config = engine.config
-
-    @jax.jit
-    def whole(refs: Any, weights: Any, slots: Slots, plan: StepPlan) -> jax.Array:
-        states, _, _, num_accepted = serve_step(weights, _freeze(refs), slots, plan, model=engine.model, config=config)
-        _update(refs, states)
-        return num_accepted
-
-    @jax.jit
-    def copies(refs: Any, slots: Slots, plan: StepPlan, num_accepted: jax.Array) -> jax.Array:
-        states, slots = preprocess(_freeze(refs), slots, plan, config)
-        states, slots = postprocess(states, slots, plan, num_accepted, config)
-        _update(refs, states)
-        return slots.num_accepted_tokens
-
     step = jax.device_put(step)
-    step_seconds, _ = median_seconds(whole, refs, engine.weights, step.slots, step.plan, iterations=iterations)
-    copy_seconds, _ = median_seconds(copies, refs, *step, iterations=iterations)
+
+    def whole() -> None:
+        engine.states, *_ = serve_step(
+            engine.weights, engine.states, step.slots, step.plan, model=engine.model, config=config
+        )
+        jax.block_until_ready(engine.states)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def copy(
+        states: list[MambaState], slots: Slots, plan: StepPlan, num_accepted: jax.Array
+    ) -> tuple[list[MambaState], Slots]:
+        states, slots = preprocess(states, slots, plan, config)
+        return postprocess(states, slots, plan, num_accepted, config)
+
+    def copies() -> None:
+        engine.states, _ = copy(engine.states, *step)
+        jax.block_until_ready(engine.states)
+
+    copies()
+    step_seconds, _ = median_seconds(Untraced(whole), iterations=iterations)
+    copy_seconds, _ = median_seconds(Untraced(copies), iterations=iterations)
     return CopyCost(num_copies, copy_seconds, step_seconds)
 
 
-def _freeze(refs: list[MambaState]) -> list[MambaState]:
-    return jax.tree.map(lambda ref: ref[...], refs)
+HEADER = (
+    f"\n{'mode':<20} {'tokens/s':>9} {'decoding':>9} {'hit rate':>9} {'accepted':>9} {'steps':>6} {'seconds':>8}"
+    "  copies' share of a decoding step"
+)
 
 
-def _update(refs: list[MambaState], states: list[MambaState]) -> None:
-    for ref, state in zip(jax.tree.leaves(refs), jax.tree.leaves(states), strict=True):
-        ref[...] = state
-
-
-def print_results(results: Sequence[Result]) -> None:
-    """Prints a line per mode, and how the first compares with each other one."""
-    print(
-        f"\n{'mode':<20} {'tokens/s':>9} {'decoding':>9} {'hit rate':>9} {'accepted':>9} {'steps':>6} {'seconds':>8}"
-        "  copies' share of a decoding step"
+def line(result: Result) -> str:
+    """A result as a line below `HEADER`."""
+    shares = ", ".join(
+        f"{cost.copy_seconds / cost.step_seconds:.2%} with {cost.num_copies} copies" for cost in result.copy_costs
     )
-    for result in results:
-        shares = ", ".join(
-            f"{cost.copy_seconds / cost.step_seconds:.2%} with {cost.num_copies} copies" for cost in result.copy_costs
-        )
-        print(
-            f"{result.mode:<20} {result.tokens_per_second:>9.1f} {result.decode_tokens_per_second:>9.1f} "
-            f"{result.hit_rate:>9.1%} {result.accepted_length:>9.2f} {result.num_steps:>6} {result.seconds:>8.2f}"
-            f"  {shares}"
-        )
+    return (
+        f"{result.mode:<20} {result.tokens_per_second:>9.1f} {result.decode_tokens_per_second:>9.1f} "
+        f"{result.hit_rate:>9.1%} {result.accepted_length:>9.2f} {result.num_steps:>6} {result.seconds:>8.2f}  {shares}"
+    )
+
+
+def print_ratios(results: Sequence[Result]) -> None:
+    """Prints how the first result compares with each other one."""
     first = results[0]
     for other in results[1:]:
         whole = first.tokens_per_second / other.tokens_per_second
