@@ -335,7 +335,7 @@ def test_a_record_is_drawn_without_a_gpu(tmp_path: Path) -> None:
     assert [line.get_label() for line in speed.lines] == [
         "Mosaic GPU kernel (ours)",
         "vLLM's Triton kernel",
-        "memory limit (elementwise pass)",
+        "memory limit (elementwise copy)",
     ]
     assert list(speed.lines[0].get_xdata()) == [1, 8]
     with pytest.raises(ValueError, match="nothing to draw"):

@@ -65,7 +65,7 @@ class Bar:
       where: on what that was.
       met: None where nothing was measured.
       missed: how many of the measurements miss the bound, of how many.
-      out_of_reach: how many of those ask for more than the limit: an elementwise pass would miss them too.
+      out_of_reach: how many of those ask for more than the limit: an elementwise copy would miss them too.
     """
 
     name: str
@@ -199,7 +199,7 @@ def _copies(
     for num_copying in copying:
         for offset in sorted({0, min(1, kind.num_spec), kind.num_spec}):
             workload = Workload(kind, layout, tp, "post", num_reqs, num_copying, offset)
-            # Arrays become refs pool by pool, and the limit's operand is gone by then.
+            # Arrays become refs pool by pool, and the limit's operands are gone by then.
             if max(workload.pool_bytes + workload.pool_bytes // kind.num_layers, workload.bytes_moved) < memory:
                 yield workload
             else:
@@ -341,7 +341,7 @@ def _where(row: Row, detail: str | None = None) -> str:
 def bar_table(bars: Sequence[Bar]) -> Iterable[str]:
     """Yields the lines of a table of the bars."""
     width = max((len(bar.name) for bar in bars), default=0)
-    yield f"\n{'bar':<{width}} {'wanted':>10} {'measured':>10}  {'met':<16} {'no pass could':<14} worst on"
+    yield f"\n{'bar':<{width}} {'wanted':>10} {'measured':>10}  {'met':<16} {'no copy could':<14} worst on"
     for bar in bars:
         missed, of = bar.missed
         met = {True: "met", False: f"MISSED {missed} of {of}", None: "not measured"}[bar.met]

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.bench.contenders import BOUNDS, CONTENDERS, OPERATIONS, limit_operand, limit_step, make_step
+from pallas_kernels.bench.contenders import BOUNDS, CONTENDERS, OPERATIONS, limit_operands, limit_step, make_step
 from pallas_kernels.bench.report import Reporter
 from pallas_kernels.bench.timing import median_seconds, wall_seconds
 from pallas_kernels.bench.vllm import VllmKernels, VllmPools
@@ -145,9 +145,9 @@ class Bench:
         """Times the pass over `num_bytes`, once a run."""
         if num_bytes not in self._limits:
             self.reporter.progress(f"limit of {num_bytes / 2**20:.0f} MiB")
-            step, operand = limit_step(), limit_operand(num_bytes)
-            jax.block_until_ready(step(operand))
-            self._limits[num_bytes] = median_seconds(step, operand, iterations=self.iterations)
+            step, operands = limit_step(), limit_operands(num_bytes)
+            jax.block_until_ready(step(*operands))
+            self._limits[num_bytes] = median_seconds(step, *operands, iterations=self.iterations)
         return self._limits[num_bytes]
 
     def _time(self, name: str, workload: Workload, config: KernelConfig, step: Any, operands: Any, wall: bool) -> None:

@@ -23,7 +23,7 @@ STYLES: dict[str, dict[str, str]] = {
     "xla": {"label": "XLA (ours)", "color": "#009E73", "hatch": "\\\\", "marker": "^"},
     "idiom": {"label": "XLA idiom", "color": "#CC79A7", "hatch": "xx", "marker": "v"},
     "empty": {"label": "empty call", "color": "#56B4E9", "hatch": "..", "marker": "P"},
-    "limit": {"label": "memory limit (elementwise pass)", "color": "#000000", "hatch": "", "marker": "D"},
+    "limit": {"label": "memory limit (elementwise copy)", "color": "#000000", "hatch": "", "marker": "D"},
 }
 _COMMON = ("model", "layout", "tp", "operation", "num_reqs", "offset", "paired")
 
