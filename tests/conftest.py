@@ -3,6 +3,10 @@
 from collections.abc import Iterator
 
 import jax
+
+# Pallas's interpreter imports this when it first runs, which adds an option to those that JAX keeps compiled programs
+# under: what was compiled before, the interpreter's first program included, would compile a second time.
+import jax.experimental.pallas.fuser
 import pytest
 
 # Meshes are tested on CPU devices, which must be asked for before the first of them is used.
