@@ -28,6 +28,8 @@ from pallas_kernels.serving import (
     empty_cache,
 )
 
+pytestmark = pytest.mark.xdist_group("serving")
+
 # One geometry, so that engines of equal settings share their compiled steps.
 BATCH, NUM_SPEC, NUM_OUTPUT, MAX_TOKENS, VOCABULARY = 4, 3, 24, 64, 64
 GEOMETRY = {"batch": BATCH, "num_blocks": 22, "max_tokens": MAX_TOKENS}

@@ -9,6 +9,8 @@ import pytest
 from pallas_kernels.serving import __main__ as serving
 from pallas_kernels.serving import engine as engine_module
 
+pytestmark = pytest.mark.xdist_group("serving_cli")
+
 # As few tokens as show everything.
 SMALL = ["--num-requests", "5", "--shared", "9", "--own", "2", "--output", "8"]
 
