@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Runs the tests tagged "smoke" under Bazel, then removes deps one at a time and requires that the test fails.
 #
-#   .ci/bazel_smoke.sh PYTHON     PYTHON is an interpreter >= 3.12; only installing Bazel needs root
+#   .ci/bazel_smoke.sh PYTHON     PYTHON is that of an environment with the project and its extra `test`, which is left
+#                                 as it is; only installing Bazel needs root
 #
 # Nothing enters the tree: Bazel runs on a copy, beside stand-ins for the repositories that it would download.
 set -euo pipefail
 
 python=${1:?usage: .ci/bazel_smoke.sh PYTHON}
+site_packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 tree=$(cd "$(dirname "$0")/.." && pwd)
 temp=$(mktemp -d)
 copy=$temp/copy
@@ -35,9 +37,12 @@ git -C "$tree" ls-files -z --cached --others --exclude-standard |
   (cd "$tree" && xargs -0 cp --parents --target-directory="$copy")
 touch "$copy/WORKSPACE"
 
-# The project goes again once it has brought its dependencies: a missing dep must not be made good from here.
-"$python" -m venv "$packages"
-"$packages/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "${copy}[test]"
+# A copy of the packages without the project: a missing dep must not be made good from here. And without what Python
+# compiles, which others may be writing now.
+"$python" -m venv --without-pip "$packages"
+packages_site=$("$packages/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+(cd "$site_packages" && find . -name __pycache__ -prune -o -type f -print0 |
+  xargs -0 cp --parents --target-directory="$packages_site")
 "$packages/bin/python" -m pip uninstall --quiet --yes mamba-state-pallas
 "$packages/bin/python" "$tree/.ci/bazel_stand_ins.py" "$repositories"
 overrides=()
