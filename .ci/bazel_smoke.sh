@@ -44,6 +44,8 @@ packages_site=$("$packages/bin/python" -c 'import sysconfig; print(sysconfig.get
 (cd "$site_packages" && find . -name __pycache__ -prune -o -type f -print0 |
   xargs -0 cp --parents --target-directory="$packages_site")
 "$packages/bin/python" -m pip uninstall --quiet --yes mamba-state-pallas
+# Every test imports these, and could not keep what Python compiles of them.
+env -u PYTHONDONTWRITEBYTECODE "$packages/bin/python" -c 'import chex, jax.experimental.pallas.mosaic_gpu, pytest'
 "$packages/bin/python" "$tree/.ci/bazel_stand_ins.py" "$repositories"
 overrides=()
 for repository in "$repositories"/*; do
