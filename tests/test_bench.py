@@ -301,6 +301,20 @@ def test_bar_table_says_what_was_missed() -> None:
     assert "not measured" in lines[2]
 
 
+def test_fixed_costs_are_what_a_launch_takes_and_what_does_not_grow_with_the_copies() -> None:
+    idle = {"copying": 0, "bytes": 0}
+    rows = [row("mosaic_gpu", 1.9, **idle), row("mosaic_gpu", 1.25, num_ctas=bars.ALONE.num_ctas, **idle)]
+    rows += [row("mosaic_gpu", 14, copying=1), row("limit", 9.5, copying=1), row("mosaic_gpu", 84), row("limit", 76)]
+    # Of these there is only one.
+    rows += [row("mosaic_gpu", 9, copying=1, offset=2), row("mosaic_gpu", 99, layout="SD")]
+    assert list(bars.fixed_costs(rows)) == [
+        "m DS, 128 requests: a launch of one thread block with one warpgroup takes 1.25 us, "
+        "and 1.90 us of as many as copy fastest",
+        "m DS, offset 1: 4.0 us, and 10.00 us for each request that copies, 95.0% of the limit's speed",
+    ]
+    assert judged(rows)["no request copies"] == ("1.90 us", True)
+
+
 def test_a_bar_that_asks_for_more_than_the_memory_gives_is_out_of_reach() -> None:
     rows = [row("vllm", 120), row("mosaic_gpu", 105), row("limit", 100)]  # At the limit it were 1.20x.
     rows += [row("vllm", 130, copying=32), row("mosaic_gpu", 110, copying=32), row("limit", 100, copying=32)]

@@ -39,6 +39,10 @@ LAYOUTS = ("DS", "SD")
 NUM_REQS = 128
 NO_COPY_NUM_REQS = (1, 8, 32, 128, 256, 512)
 FEW_CTAS = 32
+# The smallest launch there is, for what a launch takes at least.
+ALONE = KernelConfig(num_ctas=1, num_warpgroups=1)
+# Copying requests of the two measurements that tell what a copy costs from what a step costs.
+_COPYING_OF_FIT = (1, 8)
 FIRST_CALL_LAYERS = (12, 24, 48)
 _MIB = 2**20
 # Leaves room for what XLA and torch allocate besides.
@@ -127,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:  # What was measured until an interruption is not lost.
         # The bars of the kernel are no question without a GPU; on one, what was not measured is shown as open.
         bars = [bar for bar in judge(bench.rows, first_calls, few.num_ctas) if on_gpu or bar.met is not None]
-        for line in bar_table(bars):
+        for line in (*bar_table(bars), *fixed_costs(bench.rows)):
             reporter.say(line)
         content = {
             "config": dataclasses.asdict(config),
@@ -144,7 +148,7 @@ def _judge_file(args: argparse.Namespace) -> int:
     content = json.loads(Path(args.judge).read_text())
     rows = [Row(**row) for row in content["rows"]]
     bars = judge(rows, [FirstCall(**call) for call in content["first_calls"]], content["few_ctas"]["num_ctas"])
-    for line in bar_table(bars):
+    for line in (*bar_table(bars), *fixed_costs(rows)):
         print(line)
     write_outputs(args, content | {"bars": [dataclasses.asdict(bar) for bar in bars]})
     return 0
@@ -168,6 +172,7 @@ def _measure_gpu(
         bench.reporter.say(str(call))
     for num_reqs in NO_COPY_NUM_REQS:
         bench.measure([no_copy(num_reqs)], timed, config)
+        bench.measure([no_copy(num_reqs)], ["mosaic_gpu"], ALONE)
     for name, tp in MODELS_TP:
         for layout in LAYOUTS:
             bench.measure(list(_copies(bench, model(name), layout, tp, copying, NUM_REQS)), timed, config)
@@ -217,7 +222,7 @@ def judge(rows: Sequence[Row], first_calls: Sequence[FirstCall], few_ctas: int |
     Returns:
       The bars, one for each demand and, where it concerns them, model and layout.
     """
-    ours = [row for row in rows if row.contender == "mosaic_gpu" and row.num_ctas != few_ctas]
+    ours = _unhindered(rows, few_ctas)
     bars = [
         _bar(
             "no request copies",
@@ -260,6 +265,11 @@ def judge(rows: Sequence[Row], first_calls: Sequence[FirstCall], few_ctas: int |
         *_first_call_bars(first_calls),
         *_xla_bars(rows),
     ]
+
+
+def _unhindered(rows: Sequence[Row], few_ctas: int | None = FEW_CTAS) -> list[Row]:
+    """Our kernel on as many thread blocks as it likes."""
+    return [row for row in rows if row.contender == "mosaic_gpu" and row.num_ctas not in (few_ctas, ALONE.num_ctas)]
 
 
 def _first_call_bars(calls: Sequence[FirstCall]) -> list[Bar]:
@@ -347,6 +357,30 @@ def bar_table(bars: Sequence[Bar]) -> Iterable[str]:
         met = {True: "met", False: f"MISSED {missed} of {of}", None: "not measured"}[bar.met]
         measured, beyond = bar.measured or "-", bar.out_of_reach or ""
         yield f"{bar.name:<{width}} {bar.wanted:>10} {measured:>10}  {met:<16} {beyond:<14} {bar.where}".rstrip()
+
+
+def fixed_costs(rows: Sequence[Row]) -> Iterable[str]:
+    """Yields lines that say what keeps our kernel from the bounds: a launch, and what a step costs beside its bytes."""
+    ours = _unhindered(rows)
+    for alone in (row for row in rows if row.contender == "mosaic_gpu" and row.num_ctas == ALONE.num_ctas):
+        for row in ours:
+            if workload_key(row) == workload_key(alone):
+                yield (
+                    f"{_where(row, f'{row.num_reqs} requests')}: a launch of one thread block with one warpgroup takes "
+                    f"{alone.seconds * 1e6:.2f} us, and {row.seconds * 1e6:.2f} us of as many as copy fastest"
+                )
+    few, many = _COPYING_OF_FIT
+    for row in (row for row in ours if row.copying == many and not row.conv_only):
+        fewer = dataclasses.replace(row, copying=few)
+        less = next((other for other in ours if workload_key(other) == workload_key(fewer)), None)
+        limits = [same_workload(rows, of, "limit") for of in (fewer, row)]
+        if less and all(limits):
+            each = (row.seconds - less.seconds) / (many - few)
+            share = (limits[1].seconds - limits[0].seconds) / (row.seconds - less.seconds)
+            yield (
+                f"{_where(row, f'offset {row.offset}')}: {(less.seconds - few * each) * 1e6:.1f} us, and "
+                f"{each * 1e6:.2f} us for each request that copies, {share:.1%} of the limit's speed"
+            )
 
 
 if __name__ == "__main__":
