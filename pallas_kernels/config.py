@@ -27,8 +27,9 @@ class KernelConfig:
         in the interpreter. A small number leaves SMs to kernels that run beside this one.
       num_warpgroups: warpgroups of a thread block, each of which copies tiles of its own; None takes 4,
         or 8 with a given `num_ctas`, or two in the interpreter. Large stages leave room for fewer.
-      tile_bytes: bytes of temporal state that a warpgroup brings in at once, about; a multiple of 2048.
-        None takes what keeps the whole device at its best number of bytes in flight.
+      tile_bytes: bytes that a warpgroup brings in at once, about: of temporal state, and up to a quarter
+        more of an SD window; a multiple of 2048. None takes what keeps the whole device at its best number
+        of bytes in flight.
       stage_bytes: bytes of shared memory that a tile of a conv window passes through, about; a
         multiple of 2048.
     """

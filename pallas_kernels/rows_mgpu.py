@@ -97,7 +97,7 @@ def fetch_rest(
 
     for v, view in enumerate(views):
         with_chunk(view.length, chunk, chunk_rows, functools.partial(fetch, v, view))
-    if any((view.start + view.length) % UNIT for view in views):
+    if any(view.start % UNIT or view.length % UNIT for view in views):
         plgpu.commit_smem()
 
 

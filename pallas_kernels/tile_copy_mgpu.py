@@ -1,7 +1,7 @@
 """Moves one tile of a block on Mosaic GPU: bulk copies through a stage, registers only to shift.
 
-Each function issues its stores without waiting for them; the caller commits them as one group and
-waits before the stage is used again.
+Each function leaves its last stores to the caller, who commits them and waits (`free_stage`) before the
+stage is used again.
 """
 
 import dataclasses
@@ -90,6 +90,7 @@ def wait_for_loads(loaded: Ref, num_loads: int | jax.Array, num_arrivals: int) -
 def copy_token_rows(tiling: TokenRows, copy: TileCopy, item: jax.Array) -> None:
     """Moves a range of one token's row, or within one block the same range of all its tokens in order."""
     tiles_per_row = jnp.int32(num_tiles(tiling.extent, tiling.tile))
+    in_place = copy.src == copy.dst
 
     def move(start: Index, size: int) -> None:
         def move_token(token: Index) -> None:
@@ -98,21 +99,21 @@ def copy_token_rows(tiling: TokenRows, copy: TileCopy, item: jax.Array) -> None:
             if tiling.num_tokens > 1:
                 # A block that is shifted in place is written where it was just read. The wait orders that on
                 # the device; the interpreter's race detection wants the fence too.
-                plgpu.commit_smem()
+                pl.when(in_place)(plgpu.commit_smem)
             copy.store((token - copy.offset) * tiling.extent + start, size, 0)
 
         if tiling.num_tokens == 1:
             move_token(0)
             return
-        in_place = copy.src == copy.dst
         # In place, the first token's item moves them all and the others are left nothing.
-        first = copy.offset + lax.div(item, tiles_per_row) * jnp.where(in_place, jnp.int32(tiling.num_tokens), 1)
-        end = jnp.where(in_place, jnp.int32(tiling.num_tokens), first + 1)
+        index = lax.div(item, tiles_per_row)
+        first = copy.offset + index
+        end = jnp.where(in_place, jnp.where(index == 0, jnp.int32(tiling.num_tokens), first), first + 1)
 
         @pl.loop(first, end)
         def _token(token: jax.Array) -> None:
+            pl.when(token > first)(free_stage)
             move_token(token)
-            free_stage()
 
     _with_tile(tiling, lax.rem(item, tiles_per_row), move)
 

@@ -55,14 +55,17 @@ class TokenRows:
     tile: int
 
     @property
-    def most_items(self) -> int:
+    def max_items(self) -> int:
         """Work items of a block, at most: the tiles of all its rows."""
         return self.num_tokens * num_tiles(self.extent, self.tile)
 
     def num_items(self, offset: jax.Array) -> int | jax.Array:
-        """Work items of a block: the tiles of the rows that move, none if the offset leaves the window."""
+        """Work items of a block: the tiles of the rows that move, none if the offset leaves the window.
+
+        A block of one row, as every temporal one, has its tiles at any offset.
+        """
         if self.num_tokens == 1:
-            return self.most_items
+            return self.max_items
         inside = (offset >= 0) & (offset < self.num_tokens)
         return jnp.where(inside, self.num_tokens - offset, 0) * num_tiles(self.extent, self.tile)
 
@@ -92,13 +95,13 @@ class ShiftedRows:
     tile: int
 
     @property
-    def most_items(self) -> int:
+    def max_items(self) -> int:
         """Work items of a block: its tiles."""
         return num_tiles(self.extent, self.tile)
 
     def num_items(self, offset: jax.Array) -> int:
         """Work items of a block, whatever the offset."""
-        return self.most_items
+        return self.max_items
 
     @property
     def destination_start(self) -> int:
@@ -136,13 +139,13 @@ class WholeBlocks:
     unit: int
 
     @property
-    def most_items(self) -> int:
+    def max_items(self) -> int:
         """Work items of a block: the block itself."""
         return 1
 
     def num_items(self, offset: jax.Array) -> int:
         """Work items of a block, whatever the offset."""
-        return self.most_items
+        return self.max_items
 
     @property
     def source_tile(self) -> int:
@@ -196,7 +199,11 @@ def _even_tile(extent: int, limit: int, row: int, itemsize: int) -> int:
 
 
 def tile_blocks(pool: Pool, conv_layout: ConvStateLayout, *, tile_bytes: int, stage_bytes: int) -> Tiling:
-    """Cuts the blocks of `pool` into tiles of about `tile_bytes`; the stage of a conv tile takes `stage_bytes`."""
+    """Cuts the blocks of `pool` into tiles.
+
+    Temporal tiles take about `tile_bytes`, SD tiles up to a quarter more but no more than `stage_bytes`. The
+    stage of a DS tile takes about `stage_bytes`.
+    """
     itemsize = pool.dtype.itemsize
     unit = COPY_UNIT_BYTES // math.gcd(COPY_UNIT_BYTES, itemsize)
     size = pool.block_size
@@ -235,18 +242,18 @@ class PoolGroup:
         return self.pool.num_layers or 1
 
     @property
-    def num_blocks(self) -> int:
+    def blocks_per_row(self) -> int:
         """Blocks that one copying row moves: one in each layer of each member."""
         return len(self.members) * self.num_layers
 
     @property
-    def most_items(self) -> int:
+    def max_items(self) -> int:
         """Work items of a copying row, at most."""
-        return self.num_blocks * self.tiling.most_items
+        return self.blocks_per_row * self.tiling.max_items
 
     def num_items(self, offset: jax.Array) -> int | jax.Array:
         """Work items of a copying row whose windows shift by `offset` tokens."""
-        return self.num_blocks * self.tiling.num_items(offset)
+        return self.blocks_per_row * self.tiling.num_items(offset)
 
 
 def group_pools(
