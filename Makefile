@@ -67,9 +67,9 @@ soak: venv
 	$(BIN)/python tests/soak.py $(SOAK_ARGS)
 
 # Run with the Python that has JAX for the GPU: make sanitize PYTHON=python3. Each allocation is one of CUDA's, so that
-# memcheck sees where it ends, and no launch is hidden in a CUDA graph. initcheck is kept from what the host copies out:
-# of a bulk store it knows the first 32 bytes only (a counter vector of 8 passed, one of 12 to 40 did not, whose values
-# were right: H200, JAX 0.11.2, 2026-11-30). The oracle looks at those bytes.
+# memcheck sees where it ends, and no launch is hidden in a CUDA graph. initcheck does not look at what the
+# host copies: it takes only the first 32 bytes of a bulk store for written, and reported right values (vectors of 12 to
+# 40 int32, none of 8: H200, JAX 0.11.2, 2026-11-30). The oracle looks at those bytes.
 PYTHON ?= python3
 sanitize:
 	@set -e; for tool in memcheck racecheck "initcheck --check-api-memory-access no"; do \

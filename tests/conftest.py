@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import jax
 
-# Pallas's interpreter imports this when it first runs, which adds an option to those that JAX keeps compiled programs
-# under: what was compiled before, the interpreter's first program included, would compile a second time.
+# This defines an option that is part of the key of compiled programs, and Pallas's interpreter imports it on its first
+# run: what was compiled before, that run's own program included, would compile a second time.
 import jax.experimental.pallas.fuser
 import pytest
 

@@ -304,15 +304,23 @@ def test_bar_table_says_what_was_missed() -> None:
 def test_fixed_costs_are_what_a_launch_takes_and_what_does_not_grow_with_the_copies() -> None:
     idle = {"copying": 0, "bytes": 0}
     rows = [row("mosaic_gpu", 1.9, **idle), row("mosaic_gpu", 1.25, num_ctas=bars.ALONE.num_ctas, **idle)]
-    rows += [row("mosaic_gpu", 14, copying=1), row("limit", 9.5, copying=1), row("mosaic_gpu", 84), row("limit", 76)]
+    rows += [row("mosaic_gpu", 14, copying=1), row("limit", 10.5, copying=1), row("mosaic_gpu", 84), row("limit", 77)]
     # Of these there is only one.
     rows += [row("mosaic_gpu", 9, copying=1, offset=2), row("mosaic_gpu", 99, layout="SD")]
     assert list(bars.fixed_costs(rows)) == [
-        "m DS, 128 requests: a launch of one thread block with one warpgroup takes 1.25 us, "
-        "and 1.90 us of as many as copy fastest",
-        "m DS, offset 1: 4.0 us, and 10.00 us for each request that copies, 95.0% of the limit's speed",
+        "m DS, 128 requests: a launch takes 1.25 us with one warpgroup in all, "
+        "1.90 us with the grid that copies fastest",
+        "m DS, offset 1: a step takes 4.0 us (the limit 1.0 us), and 10.00 us more for each request that copies, "
+        "which is 95.0% of the limit's speed",
     ]
     assert judged(rows)["no request copies"] == ("1.90 us", True)
+
+
+@pytest.mark.parametrize("option", ["--num-ctas", "--few-num-ctas"])
+def test_bars_refuse_the_grid_of_the_smallest_launch(option: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bars.main([option, "1"])
+    assert "one thread block is what the smallest launch is measured with" in capfd.readouterr().err
 
 
 def test_a_bar_that_asks_for_more_than_the_memory_gives_is_out_of_reach() -> None:

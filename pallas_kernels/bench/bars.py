@@ -41,8 +41,8 @@ NO_COPY_NUM_REQS = (1, 8, 32, 128, 256, 512)
 FEW_CTAS = 32
 # The smallest launch there is, for what a launch takes at least.
 ALONE = KernelConfig(num_ctas=1, num_warpgroups=1)
-# Copying requests of the two measurements that tell what a copy costs from what a step costs.
-_COPYING_OF_FIT = (1, 8)
+# Copying requests of the two measurements that part what a copy takes from what a step takes.
+_FEW_AND_MORE_COPYING = (1, 8)
 FIRST_CALL_LAYERS = (12, 24, 48)
 _MIB = 2**20
 # Leaves room for what XLA and torch allocate besides.
@@ -51,7 +51,7 @@ _MEMORY_SHARE = 0.85
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """What was measured on a workload, on which, and what a pass at the limit would reach there, if that is known."""
+    """What was measured on a workload, on which, and what a copy at the limit would reach there, if that is known."""
 
     value: float
     where: str
@@ -113,6 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _judge_file(args)
     on_gpu = jax.devices()[0].platform == "gpu"
     config, few = config_from(args), config_from(args, prefix="few_")
+    if ALONE.num_ctas in (config.num_ctas, few.num_ctas):
+        parser.error("one thread block is what the smallest launch is measured with: choose another number")
     vllm = vllm_from(parser, args)
     where = environment(vllm.version if vllm else None)
     reporter = Reporter()
@@ -131,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:  # What was measured until an interruption is not lost.
         # The bars of the kernel are no question without a GPU; on one, what was not measured is shown as open.
         bars = [bar for bar in judge(bench.rows, first_calls, few.num_ctas) if on_gpu or bar.met is not None]
-        for line in (*bar_table(bars), *fixed_costs(bench.rows)):
+        for line in (*bar_table(bars), *fixed_costs(bench.rows, few.num_ctas)):
             reporter.say(line)
         content = {
             "config": dataclasses.asdict(config),
@@ -146,9 +148,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _judge_file(args: argparse.Namespace) -> int:
     """Judges a record, and writes it where the outputs go."""
     content = json.loads(Path(args.judge).read_text())
-    rows = [Row(**row) for row in content["rows"]]
-    bars = judge(rows, [FirstCall(**call) for call in content["first_calls"]], content["few_ctas"]["num_ctas"])
-    for line in (*bar_table(bars), *fixed_costs(rows)):
+    rows, few_ctas = [Row(**row) for row in content["rows"]], content["few_ctas"]["num_ctas"]
+    bars = judge(rows, [FirstCall(**call) for call in content["first_calls"]], few_ctas)
+    for line in (*bar_table(bars), *fixed_costs(rows, few_ctas)):
         print(line)
     write_outputs(args, content | {"bars": [dataclasses.asdict(bar) for bar in bars]})
     return 0
@@ -205,7 +207,8 @@ def _copies(
         for offset in sorted({0, min(1, kind.num_spec), kind.num_spec}):
             workload = Workload(kind, layout, tp, "post", num_reqs, num_copying, offset)
             # Arrays become refs pool by pool, and the limit's operands are gone by then.
-            if max(workload.pool_bytes + workload.pool_bytes // kind.num_layers, workload.bytes_moved) < memory:
+            needed = workload.pool_bytes + workload.pool_bytes // kind.num_layers, workload.bytes_moved * 3 // 2
+            if max(needed) < memory:
                 yield workload
             else:
                 bench.reporter.say(f"{num_copying} copying requests of {kind.name} need too much memory: left out")
@@ -267,7 +270,7 @@ def judge(rows: Sequence[Row], first_calls: Sequence[FirstCall], few_ctas: int |
     ]
 
 
-def _unhindered(rows: Sequence[Row], few_ctas: int | None = FEW_CTAS) -> list[Row]:
+def _unhindered(rows: Sequence[Row], few_ctas: int | None) -> list[Row]:
     """Our kernel on as many thread blocks as it likes."""
     return [row for row in rows if row.contender == "mosaic_gpu" and row.num_ctas not in (few_ctas, ALONE.num_ctas)]
 
@@ -359,27 +362,33 @@ def bar_table(bars: Sequence[Bar]) -> Iterable[str]:
         yield f"{bar.name:<{width}} {bar.wanted:>10} {measured:>10}  {met:<16} {beyond:<14} {bar.where}".rstrip()
 
 
-def fixed_costs(rows: Sequence[Row]) -> Iterable[str]:
-    """Yields lines that say what keeps our kernel from the bounds: a launch, and what a step costs beside its bytes."""
-    ours = _unhindered(rows)
+def fixed_costs(rows: Sequence[Row], few_ctas: int | None = FEW_CTAS) -> Iterable[str]:
+    """Yields lines that say what keeps our kernel from the bounds: a launch, and what a step takes beside its copies.
+
+    Args:
+      rows: measurements.
+      few_ctas: thread blocks that mark the measurements with few of them.
+    """
+    ours = _unhindered(rows, few_ctas)
     for alone in (row for row in rows if row.contender == "mosaic_gpu" and row.num_ctas == ALONE.num_ctas):
-        for row in ours:
-            if workload_key(row) == workload_key(alone):
-                yield (
-                    f"{_where(row, f'{row.num_reqs} requests')}: a launch of one thread block with one warpgroup takes "
-                    f"{alone.seconds * 1e6:.2f} us, and {row.seconds * 1e6:.2f} us of as many as copy fastest"
-                )
-    few, many = _COPYING_OF_FIT
-    for row in (row for row in ours if row.copying == many and not row.conv_only):
+        row = next((row for row in ours if workload_key(row) == workload_key(alone)), None)
+        if row:
+            yield (
+                f"{_where(row, f'{row.num_reqs} requests')}: a launch takes {alone.seconds * 1e6:.2f} us with one "
+                f"warpgroup in all, {row.seconds * 1e6:.2f} us with the grid that copies fastest"
+            )
+    few, more = _FEW_AND_MORE_COPYING
+    for row in (row for row in ours if row.copying == more and not row.conv_only):
         fewer = dataclasses.replace(row, copying=few)
         less = next((other for other in ours if workload_key(other) == workload_key(fewer)), None)
         limits = [same_workload(rows, of, "limit") for of in (fewer, row)]
         if less and all(limits):
-            each = (row.seconds - less.seconds) / (many - few)
-            share = (limits[1].seconds - limits[0].seconds) / (row.seconds - less.seconds)
+            each, limit_each = ((b.seconds - a.seconds) / (more - few) for a, b in ((less, row), limits))
+            fixed, limit_fixed = less.seconds - few * each, limits[0].seconds - few * limit_each
             yield (
-                f"{_where(row, f'offset {row.offset}')}: {(less.seconds - few * each) * 1e6:.1f} us, and "
-                f"{each * 1e6:.2f} us for each request that copies, {share:.1%} of the limit's speed"
+                f"{_where(row, f'offset {row.offset}')}: a step takes {fixed * 1e6:.1f} us (the limit "
+                f"{limit_fixed * 1e6:.1f} us), and {each * 1e6:.2f} us more for each request that copies, which is "
+                f"{limit_each / each:.1%} of the limit's speed"
             )
 
 

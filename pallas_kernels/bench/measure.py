@@ -142,7 +142,7 @@ class Bench:
         return self.rows[first:]
 
     def _limit(self, num_bytes: int) -> tuple[float, int]:
-        """Times the pass over `num_bytes`, once a run."""
+        """Times the elementwise copy of `num_bytes`, once a run."""
         if num_bytes not in self._limits:
             self.reporter.progress(f"limit of {num_bytes / 2**20:.0f} MiB")
             step, operands = limit_step(), limit_operands(num_bytes)

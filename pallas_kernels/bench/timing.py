@@ -11,7 +11,10 @@ METHODS = {"gpu": "kernel time from CUPTI, median", "cpu": "wall time, median"}
 
 
 class Untraced(jax.stages.Wrapped):
-    """A function that is timed as it is. JAX's profiler traces any other that is not jitted."""
+    """A function that `profiler.measure` calls as it is.
+
+    It would jit anything but a `jax.stages.Wrapped`, with all that it closes over as constants.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Wraps a function that launches what is to be timed."""

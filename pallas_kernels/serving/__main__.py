@@ -21,16 +21,16 @@ from pallas_kernels.serving.engine import Engine
 from pallas_kernels.serving.model import SIZES, Mamba2
 from pallas_kernels.serving.reference import Decoded, agrees
 from pallas_kernels.serving.report import (
-    HEADER,
+    RESULT_HEADER,
     WORKLOADS,
     Mode,
     Workload,
     decode_workload,
-    line,
     make_engine,
     make_modes,
     measure,
     print_ratios,
+    result_line,
     serve,
 )
 
@@ -82,10 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"implementation: {selection.name} ({selection.reason})")
     if args.report:
         results, right = [], True
-        print(HEADER)
+        print(RESULT_HEADER)
         for mode in modes:
             result, is_right = measure(build, mode, workload, want, tolerance=tolerance)
-            print(line(result), flush=True)
+            print(result_line(result), flush=True)
             results.append(result)
             right &= is_right
         print_ratios(results)

@@ -61,6 +61,7 @@ class Workload:
 
 WORKLOADS = {
     "tiny": Workload(num_requests=8, shared=40, own=5, output=24, batch=4, block_size=8, num_spec=3),
+    # Blocks so small that requests cross boundaries while they generate.
     "130m": Workload(num_requests=32, shared=2048, own=32, output=128, batch=16, block_size=64, num_spec=3),
 }
 
@@ -262,7 +263,7 @@ def _num_copies(step: Step, config: StepConfig) -> int:
 
 
 def _measure_copies(engine: Engine, step: Step, num_copies: int, iterations: int = 8) -> CopyCost:
-    """Runs a step of an engine that has finished again and again, and its copies alone."""
+    """Times a step, and its copies alone, by repeating both on the states of an engine that has finished."""
     config = engine.config
     step = jax.device_put(step)
 
@@ -289,14 +290,14 @@ def _measure_copies(engine: Engine, step: Step, num_copies: int, iterations: int
     return CopyCost(num_copies, copy_seconds, step_seconds)
 
 
-HEADER = (
+RESULT_HEADER = (
     f"\n{'mode':<20} {'tokens/s':>9} {'decoding':>9} {'hit rate':>9} {'accepted':>9} {'steps':>6} {'seconds':>8}"
     "  copies' share of a decoding step"
 )
 
 
-def line(result: Result) -> str:
-    """A result as a line below `HEADER`."""
+def result_line(result: Result) -> str:
+    """A result as a line below `RESULT_HEADER`."""
     shares = ", ".join(
         f"{cost.copy_seconds / cost.step_seconds:.2%} with {cost.num_copies} copies" for cost in result.copy_costs
     )
