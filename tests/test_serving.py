@@ -341,6 +341,16 @@ def test_agreement_forgives_only_a_close_first_difference() -> None:
     assert not agrees([9, 2, 3], want, tolerance=1e-3)
 
 
+def test_no_more_requests_are_admitted_than_have_blocks() -> None:
+    engine = _engine(StepConfig(8, NUM_SPEC), num_blocks=8)  # Six for each.
+    for prompt in ([1, 2], [3, 4]):
+        engine.submit(prompt, 3)
+    engine.step()
+    assert [request.request_id for request in engine.running] == [0]
+    engine.run()
+    assert engine.stats.num_preemptions == 0
+
+
 def test_too_small_pools_and_unservable_requests_are_refused() -> None:
     with pytest.raises(ValueError, match="num_blocks must be more than 6, got 6"):
         _engine(StepConfig(8, NUM_SPEC), num_blocks=6)
@@ -348,5 +358,10 @@ def test_too_small_pools_and_unservable_requests_are_refused() -> None:
     for prompt, num_output in (([], 1), ([1], 0), ([1] * 60, 5)):
         with pytest.raises(ValueError, match="a request needs a prompt"):
             engine.submit(prompt, num_output)
+    request = engine.submit([1, 2], 1)
+    for _ in range(2):  # waiting, and finished
+        with pytest.raises(ValueError, match="request 0 is not running here"):
+            engine.preempt(request)
+        engine.run()
     with pytest.raises(ValueError, match="size must be one of tiny, 130m, got 'huge'"):
         Mamba2.random("huge")

@@ -7,7 +7,8 @@ from pallas_kernels.serving.blocks import BlockPool, block_keys
 from pallas_kernels.serving.copies import Copies, FusedCopies, SeparateCopies
 from pallas_kernels.serving.drafters import Drafter, NgramDrafter, ScriptedDrafter
 from pallas_kernels.serving.engine import Engine, Request, Stats
-from pallas_kernels.serving.model import SIZES, Cache, LanguageModel, Mamba2, empty_cache
+from pallas_kernels.serving.mamba2 import SIZES, Mamba2
+from pallas_kernels.serving.model import Cache, LanguageModel, empty_cache
 from pallas_kernels.serving.reference import Decoded, agrees, decode_plainly
 from pallas_kernels.serving.step import StepConfig
 

@@ -18,7 +18,7 @@ from pallas_kernels.bench.timing import METHODS
 from pallas_kernels.selection import IMPLEMENTATIONS, MOSAIC_GPU, select_implementation
 from pallas_kernels.serving.copies import TENSOR_AXIS, FusedCopies
 from pallas_kernels.serving.engine import Engine
-from pallas_kernels.serving.model import SIZES, Mamba2
+from pallas_kernels.serving.mamba2 import SIZES, Mamba2
 from pallas_kernels.serving.reference import Decoded, agrees
 from pallas_kernels.serving.report import (
     RESULT_HEADER,

@@ -1,5 +1,11 @@
 """Continuous batching over paged Mamba state: the host's half of a step.
 
+A request's column i is the i-th entry of its row of the block table. A boundary is a multiple of the block size; the
+state at the end of column i's tokens is saved in its block, for others to start from. Until then the running column,
+that of the last scheduled token, and the columns behind it hold checkpoints: the states after each token of the
+window. The counter, `num_accepted_tokens`, says which of them is the true one. README, "What it does, exactly", has the
+rules of both copies.
+
 One step, from request to block. Say blocks hold 8 tokens, `num_spec` is 3, and a request of 20 prompt tokens whose
 first 16 were served before comes to the engine:
 
@@ -7,20 +13,25 @@ first 16 were served before comes to the engine:
    that the state after 16 tokens is published. The request shares that block as its column 1, and starts with 16
    computed tokens; column 0 stays null, because a Mamba state needs only the last one.
 2. `_schedule` takes the known tokens up to the next boundary, here the 4 that are left. As these are all it knows, the
-   drafter adds guesses, say 3: tokens 16 to 22 are scheduled, which all lie in column 2. Token 19 and the drafts form
-   the window, tokens 16 to 18 are prefilled before it. The columns that may be written get blocks: column 2, where the
-   state after token 19 will go, and columns 3, 4 and 5 for the states after each draft.
+   drafter adds guesses, say 3: tokens 16 to 22 are scheduled. The last one lies in column 2, which so is the running
+   column. Token 19 and the drafts form the window, tokens 16 to 18 are prefilled before it. The columns that may be
+   written get blocks: column 2 for the state after token 19, and columns 3, 4 and 5 for the states after each draft.
 3. `serve_step` (in `step.py`) runs on the device, in one jitted call: `preprocess_mamba` copies the state of column 1
    into column 2; the model runs, and leaves its checkpoints in columns 2 to 5; verification accepts, say, all 3 drafts
    and a fourth token of the model's own; the state now is the one in column 5, at conv offset 3.
-   `postprocess_mamba` sees that 23 tokens pass no boundary, and leaves it there: the counter stays 4, and the next step
-   reads from there. Had the window reached 24 tokens, it would have copied the state after exactly 24 tokens to
-   column 2.
+   `postprocess_mamba` sees that 23 tokens reach no boundary, and leaves it there: the counter stays 4, and the next
+   step reads from there.
 4. Only now does the host look at what was accepted (`_advance`): 4 tokens go to the request, 23 are computed. A block
    whose boundary was reached is published under its key. Columns before the running one are released.
+5. In the next step one token is known, token 23, and 3 more are guessed: token 26 is the last one, so that column 3 is
+   the running column now. `preprocess_mamba` moves the state there, from column 5 and conv offset 3. Say 2 drafts are
+   right: 26 tokens are computed, and the state after 24 of them, the first checkpoint, is the boundary's.
+   `postprocess_mamba` copies it from column 3 to column 2, which is published. The true state stays in column 5, two
+   checkpoints further, and the counter stays 3.
 
-A request that cannot get blocks takes them from the youngest one (`preempt`), which queues again with the tokens it
-has. Its state is computed again, from the last of its blocks that is still published.
+When no block is free, the published one that nobody used for longest is evicted. When there is none, the request that
+was submitted last gives way (`preempt`), be it the one that asks. It queues again with the tokens it has, and its state
+is computed again, from the last of its blocks that is still published.
 """
 
 import collections
@@ -91,7 +102,7 @@ class Chunk:
 
 
 class Step(NamedTuple):
-    """A step that was run: where the states were, what was planned, and what was accepted."""
+    """A step that was run: where the states were before it, what was planned, and what was accepted."""
 
     slots: Slots
     plan: StepPlan
@@ -137,7 +148,7 @@ class Engine:
       weights: its weights.
       config: constants of its steps.
       states: the pools, one `MambaState` per layer.
-      slots: where each row's state is.
+      slots: where each row's state is, after the last step.
       stats: counts.
       last_step: what the last step was given and what it accepted, for measurements.
     """
@@ -254,17 +265,25 @@ class Engine:
         return self._advance(chunks, self.last_step, sampled)
 
     def preempt(self, request: Request) -> None:
-        """Takes a running request off its row: it queues again, first in line, with the tokens it has."""
+        """Takes a running request off its row: it queues again, first in line, with the tokens it has.
+
+        Raises:
+          ValueError: it is not running.
+        """
+        if request.row < 0 or self._rows[request.row] is not request:
+            raise ValueError(f"request {request.request_id} is not running here")
         self._leave(request)
         self._waiting.appendleft(request)
         self.stats.num_preemptions += 1
 
     def _admit(self) -> None:
         """Gives free rows to waiting requests, as long as there are blocks for one more."""
+        room = self._pool.num_available // self._blocks_per_request
         for row, occupant in enumerate(self._rows):
-            if not self._waiting or self._pool.num_available < self._blocks_per_request:
+            if not self._waiting or not room:
                 return
             if occupant is None:
+                room -= 1
                 request = self._rows[row] = self._waiting.popleft()
                 request.row, request.fresh = row, True
                 self._find_prefix(request)
@@ -309,6 +328,7 @@ class Engine:
     def _get_blocks(self, chunk: Chunk) -> bool:
         """Gets a block for every column that the step may write; False if the request itself had to give way."""
         request, num_drafts, block_size = chunk.request, len(chunk.drafts), self.config.block_size
+        # The running column may be the next one; postprocess may save a boundary in that of the last known token.
         last_known = request.num_computed + len(chunk.known) - 1
         first, last = last_known // block_size, (last_known + num_drafts) // block_size + num_drafts
         for column in range(first, last + 1):
@@ -354,23 +374,25 @@ class Engine:
         """Appends tokens, publishes blocks, releases what is not needed any more; returns the number of tokens."""
         block_size, num_output = self.config.block_size, 0
         inputs = step.plan.postprocess_inputs(step.num_accepted, block_size)
-        saved = list(row_steps(inputs, batch=len(self._rows), block_size=block_size))  # as the device decided
+        # What the device decided, decided on the host again.
+        decisions = list(row_steps(inputs, batch=len(self._rows), block_size=block_size))
         for chunk in chunks:
-            request, row = chunk.request, saved[chunk.request.row]
-            accepted = int(step.num_accepted[row.row])
+            request, decision = chunk.request, decisions[chunk.request.row]
+            accepted = int(step.num_accepted[request.row])
             request.fresh = False
             request.num_computed += len(chunk.known) + accepted - 1
             if chunk.reaches_end:
-                request.tokens += sampled[row.row, :accepted].tolist()
+                request.tokens += sampled[request.row, :accepted].tolist()
                 num_output += accepted
                 self.stats.num_windows += 1
-            if self._prefix_cache and row.crosses:
+            # Even if the state was in its place already, and nothing was copied.
+            if self._prefix_cache and decision.crosses:
                 request.keys = block_keys(request.tokens, block_size, request.keys)
-                self._pool.publish(request.columns[row.dst_col], request.keys[row.dst_col])
+                self._pool.publish(request.columns[decision.dst_col], request.keys[decision.dst_col])
             if request.is_finished:
                 self._leave(request)
             else:
-                self._release(request, [column for column in request.columns if column < row.mamba_state_idx])
+                self._release(request, [column for column in request.columns if column < decision.mamba_state_idx])
         self.stats.num_steps += 1
         self.stats.num_output += num_output
         return num_output

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.serving.model import Mamba2, empty_cache
+from pallas_kernels.serving.model import LanguageModel, empty_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Decoded:
 
 
 def decode_plainly(
-    model: Mamba2,
+    model: LanguageModel,
     weights: Any,
     prompts: Sequence[Sequence[int]],
     num_output: int,
@@ -52,7 +52,7 @@ def decode_plainly(
 
 
 def _decode_batch(
-    model: Mamba2,
+    model: LanguageModel,
     weights: Any,
     prompts: Sequence[Sequence[int]],
     num_output: int,
@@ -80,7 +80,14 @@ def _decode_batch(
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")
 def _decode_token(
-    weights: Any, cache: Any, given: jax.Array, num_given: jax.Array, best: jax.Array, position: int, *, model: Mamba2
+    weights: Any,
+    cache: Any,
+    given: jax.Array,
+    num_given: jax.Array,
+    best: jax.Array,
+    position: int,
+    *,
+    model: LanguageModel,
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Feeds the token at `position`, the prompt's or the last best one; returns the next, its lead, and the state."""
     token = jnp.where(position < num_given, given[:, position], best)

@@ -16,7 +16,7 @@ from pallas_kernels.bench.timing import Untraced, median_seconds
 from pallas_kernels.serving.copies import Copies, SeparateCopies
 from pallas_kernels.serving.drafters import Drafter, NgramDrafter, ScriptedDrafter
 from pallas_kernels.serving.engine import Engine, Request, Step
-from pallas_kernels.serving.model import Mamba2
+from pallas_kernels.serving.model import LanguageModel
 from pallas_kernels.serving.reference import Decoded, agrees, decode_plainly
 from pallas_kernels.serving.step import Slots, StepConfig, StepPlan, postprocess, preprocess, serve_step
 
@@ -55,6 +55,7 @@ class Workload:
     @property
     def num_blocks(self) -> int:
         """Blocks for a full batch, for the shared prompt, and as many again for what is published besides."""
+        # One more than the engine asks for.
         per_request = 3 + self.num_spec + -(-self.num_spec // self.block_size)
         return 1 + 2 * (self.batch * per_request + self.shared // self.block_size)
 
@@ -128,7 +129,7 @@ def make_modes(copies: Copies) -> list[Mode]:
 
 
 def make_engine(
-    model: Mamba2,
+    model: LanguageModel,
     weights: Any,
     mode: Mode,
     workload: Workload,
@@ -178,7 +179,7 @@ def serve(
     return requests
 
 
-def decode_workload(model: Mamba2, weights: Any, workload: Workload) -> list[Decoded]:
+def decode_workload(model: LanguageModel, weights: Any, workload: Workload) -> list[Decoded]:
     """The workload as decoded plainly."""
     total = (workload.shared + workload.own + workload.output - 1) * workload.num_requests
     with _bar("plain decoding", total) as bar:

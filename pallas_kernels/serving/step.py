@@ -64,7 +64,9 @@ class Slots:
 )
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """What the host decides for a step. Rows without a request are all zeros, and `fresh`.
+    """What the host decides for a step.
+
+    Rows without a request are all zeros, and `fresh`, so that their column is -1 and nothing of them moves.
 
     Dims: B = batch, C = columns, T = most tokens of a chunk before the window, W = 1 + num_spec.
 
@@ -108,7 +110,7 @@ class StepPlan:
         )
 
     def postprocess_inputs(self, num_accepted: Any, block_size: int) -> PostprocessInputs:
-        """What verification accepted, and how far each row had come."""
+        """What verification accepted, and how far each row had come. The host, too, decides from these."""
         return PostprocessInputs(
             mamba_state_idx=self.running_column(block_size),
             num_accepted_tokens=num_accepted,
@@ -178,7 +180,7 @@ def postprocess(
 
 
 def _read(states: list[MambaState], slots: Slots, plan: StepPlan, conv_kernel: int, config: StepConfig) -> Cache:
-    """Takes every row's true state from the pools: `num_accepted_tokens - 1` checkpoints behind the running column."""
+    """Takes every row's true state from the pools: `num_accepted_tokens - 1` checkpoints after the running column's."""
     idx, offset = slots.mamba_state_idx, slots.num_accepted_tokens - 1
     has_state = plan.num_computed > 0
 
@@ -200,7 +202,8 @@ def _read(states: list[MambaState], slots: Slots, plan: StepPlan, conv_kernel: i
 def _write(states: list[MambaState], plan: StepPlan, checkpoints: Cache, config: StepConfig) -> list[MambaState]:
     """Puts temporal checkpoint i into column `mamba_state_idx + i`, and all conv inputs into the running column.
 
-    Columns without a block have the null block's id: what has no place goes there.
+    Columns without a block have the null block's id: what has no place goes there. Where a row has fewer drafts than
+    `num_spec`, the last checkpoints are rubbish, which the counter never points at.
     """
     blocks = aligned_state_indices(
         plan.block_tables,
@@ -211,9 +214,9 @@ def _write(states: list[MambaState], plan: StepPlan, checkpoints: Cache, config:
     )
 
     def conv(pool: jax.Array, after: jax.Array) -> jax.Array:
-        # The window after the first token, and the one input that each further token adds.
-        window = jnp.concatenate([after[0], *(state[:, :, -1:] for state in after[1:])], axis=2)
-        return pool.at[blocks[:, 0]].set(_dim_first(window, config))
+        # The inputs after the first token, and the one that each further token adds.
+        inputs = jnp.concatenate([after[0], *(state[:, :, -1:] for state in after[1:])], axis=2)
+        return pool.at[blocks[:, 0]].set(_dim_first(inputs, config))
 
     return [
         MambaState(conv=conv(state.conv, after_conv), temporal=state.temporal.at[blocks.T].set(after_temporal))
@@ -221,6 +224,6 @@ def _write(states: list[MambaState], plan: StepPlan, checkpoints: Cache, config:
     ]
 
 
-def _dim_first(window: jax.Array, config: StepConfig) -> jax.Array:
-    """Turns windows `[B, D, L]` into the pool's layout, or back."""
-    return window if ConvStateLayout.parse(config.conv_layout) == ConvStateLayout.DS else window.swapaxes(1, 2)
+def _dim_first(inputs: jax.Array, config: StepConfig) -> jax.Array:
+    """Turns conv inputs `[B, D, L]` into the pool's layout, or back."""
+    return inputs if ConvStateLayout.parse(config.conv_layout) == ConvStateLayout.DS else inputs.swapaxes(1, 2)
