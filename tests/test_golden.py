@@ -16,17 +16,6 @@ from pallas_kernels import PostprocessInputs, PreprocessInputs
 _DATA = np.load(pathlib.Path(__file__).parent / "data" / "vllm_0_33_cases.npz")
 _CASES = list(enumerate(json.loads(_DATA["cases"].tobytes())))
 _EACH = [pytest.param(i, case, id=f"{i}-{case['op']}-{case['layout']}") for i, case in _CASES]
-# Each case compiles, which the interpreter does slowly. These have between them all that a case can have, as a test
-# makes sure; XLA and the GPU run all cases, and the interpreter runs those of tests/cases.py besides.
-_INTERPRETED = (0, 5, 8, 16, 17, 21, 22, 25, 33, 37, 38, 40)
-_EACH_IMPLEMENTATION = [
-    pytest.param(
-        *implementation.values, *each.values, id=f"{each.id}-{implementation.values[0]}", marks=implementation.marks
-    )
-    for each in _EACH
-    for implementation in IMPLEMENTATIONS
-    if implementation.values != ("interpret",) or each.values[0] in _INTERPRETED
-]
 
 
 def _states(i: int, case: dict[str, Any], *, after: bool) -> list[MambaState]:
@@ -61,33 +50,13 @@ def test_golden_cases_are_all_there() -> None:
     assert [case["op"] for _, case in _CASES] == ["post", "post_advanced", "pre"] * 14
 
 
-def _traits(case: dict[str, Any]) -> set[tuple[Any, ...]]:
-    """What sets a case apart from others."""
-    together = [
-        ("op", "layout"),
-        ("op", "groups"),
-        ("layout", "state_len"),
-        ("layout", "conv_dtype"),
-        ("conv_dtype", "temporal_dtype"),
-        ("temporal_shape",),
-        ("block_size",),
-        ("num_blocks",),
-        ("dim",),
-    ]
-    return {(*names, *(str(case[name]) for name in names)) for names in together}
-
-
-def test_interpreted_cases_have_between_them_all_that_cases_have() -> None:
-    interpreted = [_traits(case) for i, case in _CASES if i in _INTERPRETED]
-    assert set().union(*interpreted) == set().union(*(_traits(case) for _, case in _CASES))
-
-
 @pytest.mark.parametrize(("i", "case"), _EACH)
 def test_oracle_gives_the_bytes_of_vllm(i: int, case: dict[str, Any]) -> None:
     _check("oracle", i, case, keep_temporal=True)
 
 
-@pytest.mark.parametrize(("implementation", "i", "case"), _EACH_IMPLEMENTATION)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("i", "case"), _EACH)
 def test_implementation_gives_the_bytes_of_vllm(implementation: str, i: int, case: dict[str, Any]) -> None:
     temporal = _states(i, case, after=False)[0].temporal
     fits = implementation == "xla" or temporal[0].nbytes % 16 == 0
