@@ -296,14 +296,14 @@ def _structure(dtypes: list[np.dtype], multiple_of: int) -> st.SearchStrategy[Ca
 
 
 @pytest.mark.parametrize("layout", ["DS", "SD"])
-@_settings(7)
+@_settings(10)
 @hypothesis.given(case=_structure(_XLA_DTYPES, 1))
 def test_xla_agrees_with_the_oracle_on_any_structure(layout: str, case: Case) -> None:
     check_case("xla", case, layout)
 
 
 @pytest.mark.parametrize("layout", ["DS", "SD"])
-@_settings(4)
+@_settings(5)
 @hypothesis.given(case=_structure(_KERNEL_DTYPES, 16))
 def test_interpreted_kernel_agrees_with_the_oracle_on_any_structure(layout: str, case: Case) -> None:
     check_case("interpret", case, layout)
