@@ -4,6 +4,7 @@ A structure is what tracing sees. CI draws many values for a few structures, sin
 random structures; `make fuzz` sets FUZZ_EXAMPLES, and then that many of each are new in every run.
 """
 
+import itertools
 import math
 import os
 from typing import Any
@@ -295,18 +296,29 @@ def _structure(dtypes: list[np.dtype], multiple_of: int) -> st.SearchStrategy[Ca
     )
 
 
+_structures_checked = itertools.count(1)
+
+
+def _check_structure(implementation: str, case: Case, layout: str) -> None:
+    check_case(implementation, case, layout)
+    # JAX keeps what it compiled, in pieces of memory of which a process may have 65530: some hundred programs of the
+    # interpreter take them all, and XLA crashes.
+    if next(_structures_checked) % 50 == 0:
+        jax.clear_caches()
+
+
 @pytest.mark.parametrize("layout", ["DS", "SD"])
 @_settings(10)
 @hypothesis.given(case=_structure(_XLA_DTYPES, 1))
 def test_xla_agrees_with_the_oracle_on_any_structure(layout: str, case: Case) -> None:
-    check_case("xla", case, layout)
+    _check_structure("xla", case, layout)
 
 
 @pytest.mark.parametrize("layout", ["DS", "SD"])
 @_settings(5)
 @hypothesis.given(case=_structure(_KERNEL_DTYPES, 16))
 def test_interpreted_kernel_agrees_with_the_oracle_on_any_structure(layout: str, case: Case) -> None:
-    check_case("interpret", case, layout)
+    _check_structure("interpret", case, layout)
 
 
 _TOKENS = st.integers(0, INT_MAX - 64) | st.integers(0, 100) | st.integers(INT_MAX - 200, INT_MAX - 64)
