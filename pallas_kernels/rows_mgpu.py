@@ -1,7 +1,7 @@
-"""The request vectors of the Mosaic GPU kernel: collect, fetch, write back, and number the rows' work items.
+"""The request vectors of the Mosaic GPU kernel: collect, bring, write back, and number the rows' work items.
 
-Rows are handled in chunks of a static size, of which the last may be smaller. Bulk copies bring
-whole units of four int32; the few elements behind them go one by one.
+Rows are handled in chunks of a static size, of which the last may be smaller. Where it is, bulk copies
+bring whole units of four int32, and the few elements behind them go one by one.
 """
 
 import dataclasses
@@ -54,13 +54,52 @@ def row_layout(length: int) -> Any:
     return plgpu.Layout.WG_STRIDED((length,), vec_size=1)
 
 
-def fetch_rows(
+def bring_rows(
+    views: Sequence[View],
+    arrays_gmem: Sequence[Ref],
+    rows_smem: Ref,
+    fetched: Ref | None,
+    chunk: Index,
+    chunk_rows: int,
+) -> list[jax.Array]:
+    """Brings a chunk of every view into `rows_smem`, one row of it each, and returns them in registers.
+
+    What lies beyond a view's length is rubbish. Other warpgroups need a barrier to see `rows_smem`.
+
+    Args:
+      views: which vectors. Static.
+      arrays_gmem: the arrays that hold them.
+      rows_smem: ref int32 `[views, chunk_rows + LINE_BYTES / 4]`.
+      fetched: barrier that counts one arrival per view; None if `chunks_are_whole`.
+      chunk: number of the chunk.
+      chunk_rows: rows of a chunk, a multiple of 128. Static.
+    """
+    rows = [rows_smem.at[v, pl.ds(view.start % UNIT, chunk_rows)] for v, view in enumerate(views)]
+    if fetched is not None:
+        _fetch(views, arrays_gmem, rows_smem, fetched, chunk, chunk_rows)
+        _fetch_rest(views, arrays_gmem, rows_smem, chunk, chunk_rows)
+        plgpu.barrier_wait(fetched)
+        return [_load_vector(vector_smem) for vector_smem in rows]
+    starts = [pl.ds(view.start + chunk * chunk_rows, chunk_rows) for view in views]
+    vectors = [_load_vector(arrays_gmem[view.array].at[start]) for view, start in zip(views, starts, strict=True)]
+    for vector, vector_smem in zip(vectors, rows, strict=True):
+        vector_smem[...] = vector
+    return vectors
+
+
+def chunks_are_whole(views: Sequence[View], chunk_rows: int) -> bool:
+    """Whether every view fills every chunk. If so, registers read them from global memory, which is faster.
+
+    A launch that copies nothing for 128 requests takes 1.67 us instead of 1.89 (H200, JAX 0.11.2, 2026-11-30).
+    """
+    lengths = {view.length for view in views}
+    return len(lengths) == 1 and lengths.pop() % chunk_rows == 0
+
+
+def _fetch(
     views: Sequence[View], arrays_gmem: Sequence[Ref], rows_smem: Ref, fetched: Ref, chunk: Index, chunk_rows: int
 ) -> None:
-    """Starts to bring a chunk of every view into `rows_smem`, one row of it each, in whole copy units.
-
-    `fetched` counts one arrival per view, whether or not it has anything to bring.
-    """
+    """Starts to bring whole copy units, with one arrival per view whether or not it has anything to bring."""
 
     def fetch(v: int, view: View, size: int) -> None:
         whole, first, _ = _span(view, chunk, chunk_rows, size)
@@ -80,7 +119,7 @@ def fetch_rows(
         )
 
 
-def fetch_rest(
+def _fetch_rest(
     views: Sequence[View], arrays_gmem: Sequence[Ref], rows_smem: Ref, chunk: Index, chunk_rows: int
 ) -> None:
     """Brings the elements that fill no copy unit, one by one. They are there when this returns.
@@ -107,14 +146,9 @@ def _span(view: View, chunk: Index, chunk_rows: int, size: int) -> tuple[int, In
     return count // UNIT * UNIT, view.start // UNIT * UNIT + chunk * chunk_rows, count
 
 
-def load_rows(views: Sequence[View], rows_smem: Ref, chunk_rows: int) -> list[jax.Array]:
-    """The fetched vectors, in registers. What lies beyond a view's length is rubbish."""
-    return [
-        plgpu.load(
-            rows_smem.at[v, pl.ds(view.start % UNIT, chunk_rows)], layout=row_layout(chunk_rows), optimized=False
-        )
-        for v, view in enumerate(views)
-    ]
+def _load_vector(vector_ref: Ref) -> jax.Array:
+    """A vector of rows, in registers."""
+    return plgpu.load(vector_ref, layout=row_layout(vector_ref.shape[0]), optimized=False)
 
 
 def load_row(views: Sequence[View], rows_smem: Ref, row: Index) -> list[jax.Array]:
@@ -210,8 +244,7 @@ def number_items(items_smem: Ref, items: jax.Array) -> None:
         while width < length:
             steps = min(8, length // width)
             for back in range(1, steps):
-                earlier = items_smem.at[pl.ds(length - back * width, length)]
-                sums = sums + plgpu.load(earlier, layout=row_layout(length), optimized=False)
+                sums = sums + _load_vector(items_smem.at[pl.ds(length - back * width, length)])
             items_smem[upper] = sums
             width *= steps
 

@@ -34,12 +34,11 @@ from pallas_kernels.plan import (
 )
 from pallas_kernels.pools import Pool, StateKind
 from pallas_kernels.rows_mgpu import (
+    bring_rows,
+    chunks_are_whole,
     collect_vectors,
     copy_vector,
-    fetch_rest,
-    fetch_rows,
     load_row,
-    load_rows,
     number_items,
     row_layout,
     row_of_item,
@@ -261,6 +260,7 @@ class _Step:
     @property
     def scratch_types(self) -> dict[str, Any]:
         """Shared memory and barriers of a thread block."""
+        whole_chunks = chunks_are_whole(self.views, self.chunk_rows)
         return {
             # A vector may start inside a copy unit; a whole line more keeps the rows on lines.
             "rows_smem": plgpu.SMEM((len(self.views), self.chunk_rows + LINE_BYTES // 4), jnp.int32),
@@ -269,9 +269,9 @@ class _Step:
             "stages_smem": [
                 plgpu.SMEM((self.num_warpgroups, elements), dtype) for dtype, elements in self.stage_elements.items()
             ],
-            "fetched": plgpu.Barrier(num_arrivals=len(self.views)),
+            # Every barrier costs time at launch: there is none that nothing waits for.
+            "fetched": None if whole_chunks else plgpu.Barrier(num_arrivals=len(self.views)),
             "planned": plgpu.Barrier(),
-            # Every barrier is set up at launch by all warps: those that nothing waits for would cost time.
             "copied": plgpu.Barrier(num_arrivals=self.num_warpgroups) if self.num_chunks > 1 else None,
             "loaded": plgpu.Barrier(num_arrivals=self.num_loads, num_barriers=self.num_warpgroups),
         }
@@ -289,7 +289,7 @@ def _copy_states(
     updates_smem: Sequence[Ref],
     items_smem: Ref,
     stages_smem: Sequence[Ref],
-    fetched: Ref,
+    fetched: Ref | None,
     planned: Ref,
     copied: Ref | None,
     loaded: Ref,
@@ -309,13 +309,10 @@ def _copy_states(
 
         @pl.when(warpgroup == 0)
         def _plan() -> None:
-            fetch_rows(step.views, arrays_gmem, rows_smem, fetched, chunk, step.chunk_rows)
-            # Read before the rest is stored, which waits for what is read: they travel together.
+            # Read first and used last, so that it travels with the vectors.
             num_reqs = num_reqs_gmem[0]
-            fetch_rest(step.views, arrays_gmem, rows_smem, chunk, step.chunk_rows)
+            values = bring_rows(step.views, arrays_gmem, rows_smem, fetched, chunk, step.chunk_rows)
             num_live = jnp.minimum(num_reqs, step.batch)
-            plgpu.barrier_wait(fetched)
-            values = load_rows(step.views, rows_smem, step.chunk_rows)
             row = plgpu.broadcasted_iota(jnp.int32, (step.chunk_rows,), 0, layout=row_layout(step.chunk_rows))
             live = first_row + row < num_live
             if step.mapped:
