@@ -87,9 +87,8 @@ def wait_for_loads(loaded: Ref, num_loads: int | jax.Array, num_arrivals: int) -
     plgpu.barrier_wait(loaded)
 
 
-def copy_token_rows(tiling: TokenRows, copy: TileCopy, item: jax.Array) -> None:
-    """Moves a range of one token's row, or within one block the same range of all its tokens in order."""
-    tiles_per_row = jnp.int32(num_tiles(tiling.extent, tiling.tile))
+def copy_token_rows(tiling: TokenRows, copy: TileCopy, index: jax.Array, tile: jax.Array) -> None:
+    """Moves a range of the `index`-th moved token's row, or within one block the same range of all of them in order."""
     in_place = copy.src == copy.dst
 
     def move(start: Index, size: int) -> None:
@@ -106,7 +105,6 @@ def copy_token_rows(tiling: TokenRows, copy: TileCopy, item: jax.Array) -> None:
             move_token(0)
             return
         # In place, the first token's item moves them all and the others are left nothing.
-        index = lax.div(item, tiles_per_row)
         first = copy.offset + index
         end = jnp.where(in_place, jnp.where(index == 0, jnp.int32(tiling.num_tokens), first), first + 1)
 
@@ -115,7 +113,7 @@ def copy_token_rows(tiling: TokenRows, copy: TileCopy, item: jax.Array) -> None:
             pl.when(token > first)(free_stage)
             move_token(token)
 
-    _with_tile(tiling, lax.rem(item, tiles_per_row), move)
+    _with_tile(tiling, tile, move)
 
 
 def copy_shifted_rows(tiling: ShiftedRows, copy: TileCopy, tile: jax.Array) -> None:

@@ -55,9 +55,14 @@ class TokenRows:
     tile: int
 
     @property
+    def row_items(self) -> int:
+        """Work items of a row: its tiles."""
+        return num_tiles(self.extent, self.tile)
+
+    @property
     def max_items(self) -> int:
-        """Work items of a block, at most: the tiles of all its rows."""
-        return self.num_tokens * num_tiles(self.extent, self.tile)
+        """Work items of a block, at most: those of all its rows."""
+        return self.num_tokens * self.row_items
 
     def num_items(self, offset: jax.Array) -> int | jax.Array:
         """Work items of a block: the tiles of the rows that move, none if the offset leaves the window.
@@ -67,7 +72,7 @@ class TokenRows:
         if self.num_tokens == 1:
             return self.max_items
         inside = (offset >= 0) & (offset < self.num_tokens)
-        return jnp.where(inside, self.num_tokens - offset, 0) * num_tiles(self.extent, self.tile)
+        return jnp.where(inside, self.num_tokens - offset, 0) * self.row_items
 
     @property
     def stage_elements(self) -> int:
@@ -93,6 +98,11 @@ class ShiftedRows:
     state_len: int
     extent: int
     tile: int
+
+    @property
+    def row_items(self) -> int:
+        """Work items that lie side by side: all of a block."""
+        return self.max_items
 
     @property
     def max_items(self) -> int:
@@ -137,6 +147,11 @@ class WholeBlocks:
     extent: int
     tile: int
     unit: int
+
+    @property
+    def row_items(self) -> int:
+        """Work items that lie side by side: all of a block."""
+        return self.max_items
 
     @property
     def max_items(self) -> int:
