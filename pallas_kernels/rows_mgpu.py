@@ -1,7 +1,8 @@
 """The request vectors of the Mosaic GPU kernel: collect, bring, write back, and number the rows' work items.
 
-Rows are handled in chunks of a static size, of which the last may be smaller. Where it is, bulk copies
-bring whole units of four int32, and the few elements behind them go one by one.
+Rows are handled in chunks of a static size, of which the last may be smaller. Vectors that all fill every
+chunk are read into registers. Otherwise, and to write, bulk copies move whole units of four int32, and the
+few elements behind them go one by one.
 """
 
 import dataclasses
@@ -18,8 +19,8 @@ from pallas_kernels.plan import Request, View, gather_slots
 from pallas_kernels.tile_copy_mgpu import bulk_load, bulk_store, wait_for_loads
 from pallas_kernels.tiling import COPY_UNIT_BYTES, round_up
 
-# int32 elements of one copy unit. A vector that starts inside a unit is fetched from the unit's
-# start, so its rows lie up to this many elements further in shared memory.
+# int32 elements of one copy unit. A bulk copy of a vector that starts inside a unit begins at the unit's
+# start, so in shared memory its rows lie up to this many elements further.
 UNIT = COPY_UNIT_BYTES // 4
 
 Ref = Any
@@ -80,8 +81,8 @@ def bring_rows(
         _fetch_rest(views, arrays_gmem, rows_smem, chunk, chunk_rows)
         plgpu.barrier_wait(fetched)
         return [_load_vector(vector_smem) for vector_smem in rows]
-    starts = [pl.ds(view.start + chunk * chunk_rows, chunk_rows) for view in views]
-    vectors = [_load_vector(arrays_gmem[view.array].at[start]) for view, start in zip(views, starts, strict=True)]
+    sources = [arrays_gmem[view.array].at[pl.ds(view.start + chunk * chunk_rows, chunk_rows)] for view in views]
+    vectors = [_load_vector(source) for source in sources]
     for vector, vector_smem in zip(vectors, rows, strict=True):
         vector_smem[...] = vector
     return vectors
@@ -152,7 +153,7 @@ def _load_vector(vector_ref: Ref) -> jax.Array:
 
 
 def load_row(views: Sequence[View], rows_smem: Ref, row: Index) -> list[jax.Array]:
-    """One row of the fetched vectors, as scalars."""
+    """One row of the vectors that were brought, as scalars."""
     return [rows_smem[v, view.start % UNIT + row] for v, view in enumerate(views)]
 
 

@@ -435,9 +435,11 @@ def _copy_tile(
     """Copies the group's `item`-th tile, unless the row's block ids rule the copy out."""
     pool, tiling = group.pool, group.tiling
     is_conv = pool.kind is StateKind.CONV
-    # The tiles of a row lie side by side, then come the same row of all blocks: so every divisor is static.
-    tile, row = lax.rem(item, jnp.int32(tiling.row_items)), lax.div(item, jnp.int32(tiling.row_items))
-    block, token = lax.rem(row, jnp.int32(group.blocks_per_row)), lax.div(row, jnp.int32(group.blocks_per_row))
+    # Numbered by tile first, then by block, and last by moved token, whose number alone depends on the offset: so
+    # every divisor is static.
+    tiles, blocks = jnp.int32(tiling.row_items), jnp.int32(group.blocks_per_row)
+    tile, block = lax.rem(item, tiles), lax.rem(lax.div(item, tiles), blocks)
+    index = lax.div(item, tiles * blocks)
     layer = lax.rem(block, jnp.int32(group.num_layers))
     src, shift = (ids.conv_src, offset) if is_conv else (ids.temporal_src, jnp.int32(0))
     usable = blocks_usable(src, ids.dst, num_blocks=pool.num_blocks, null_block_id=step.null_block_id)
@@ -456,7 +458,7 @@ def _copy_tile(
         )
         match tiling:
             case TokenRows():
-                copy_token_rows(tiling, copy, token, tile)
+                copy_token_rows(tiling, copy, block, index, tile)
             case ShiftedRows():
                 copy_shifted_rows(tiling, copy, tile)
             case WholeBlocks():

@@ -87,7 +87,7 @@ def wait_for_loads(loaded: Ref, num_loads: int | jax.Array, num_arrivals: int) -
     plgpu.barrier_wait(loaded)
 
 
-def copy_token_rows(tiling: TokenRows, copy: TileCopy, index: jax.Array, tile: jax.Array) -> None:
+def copy_token_rows(tiling: TokenRows, copy: TileCopy, block: jax.Array, index: jax.Array, tile: jax.Array) -> None:
     """Moves a range of the `index`-th moved token's row, or within one block the same range of all of them in order."""
     in_place = copy.src == copy.dst
 
@@ -104,14 +104,20 @@ def copy_token_rows(tiling: TokenRows, copy: TileCopy, index: jax.Array, tile: j
         if tiling.num_tokens == 1:
             move_token(0)
             return
-        # In place, the first token's item moves them all and the others are left nothing.
-        first = copy.offset + index
-        end = jnp.where(in_place, jnp.where(index == 0, jnp.int32(tiling.num_tokens), first), first + 1)
+        num_moved = tiling.num_tokens - copy.offset
+
+        def all_or_none() -> tuple[jax.Array, jax.Array]:
+            # One token's item moves them all and the others are left nothing. Which one differs from block to
+            # block, so that neighbouring items do not all have that much to do.
+            moves_all = index == lax.rem(block, num_moved)
+            return jnp.int32(0), jnp.where(moves_all, num_moved, 0)
+
+        first, end = lax.cond(in_place, all_or_none, lambda: (index, index + 1))
 
         @pl.loop(first, end)
-        def _token(token: jax.Array) -> None:
-            pl.when(token > first)(free_stage)
-            move_token(token)
+        def _token(moved: jax.Array) -> None:
+            pl.when(moved > first)(free_stage)
+            move_token(copy.offset + moved)
 
     _with_tile(tiling, tile, move)
 

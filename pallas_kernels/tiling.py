@@ -101,7 +101,7 @@ class ShiftedRows:
 
     @property
     def row_items(self) -> int:
-        """Work items that lie side by side: all of a block."""
+        """Work items of a row, which is the whole block here."""
         return self.max_items
 
     @property
@@ -150,7 +150,7 @@ class WholeBlocks:
 
     @property
     def row_items(self) -> int:
-        """Work items that lie side by side: all of a block."""
+        """Work items of a row, which is the whole block here."""
         return self.max_items
 
     @property
