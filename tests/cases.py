@@ -261,15 +261,6 @@ CASES = [
         "pre_mapped_rubbish", _RUBBISH, operation="pre", mapped=True, tables="rubbish", batch=9, seed=9, layouts=("DS",)
     ),
     Case(
-        "pre_batch_256",
-        (Layer(Conv(16, 4), Temporal((4,)), num_blocks=520),),
-        operation="pre",
-        batch=256,
-        copying=12,
-        columns=2,
-        layouts=("DS",),
-    ),
-    Case(
         "pre_batch_130",
         (Layer(Conv(16, 4), Temporal((4,)), num_blocks=270),),
         operation="pre",
@@ -335,15 +326,6 @@ CASES = [
         operation="copy",
         groups=14,
         batch=3,
-        layouts=("DS",),
-    ),
-    Case(
-        "copy_one_whole_chunk",
-        tuple(Layer(temporal=Temporal((4,)), num_blocks=800, group=group) for group in (0, 11)),
-        operation="copy",
-        groups=12,
-        batch=256,
-        copying=12,
         layouts=("DS",),
     ),
     Case("copy", _SMALL, operation="copy"),

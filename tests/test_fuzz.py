@@ -308,14 +308,14 @@ def _check_structure(implementation: str, case: Case, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["DS", "SD"])
-@_settings(10)
+@_settings(7)
 @hypothesis.given(case=_structure(_XLA_DTYPES, 1))
 def test_xla_agrees_with_the_oracle_on_any_structure(layout: str, case: Case) -> None:
     _check_structure("xla", case, layout)
 
 
 @pytest.mark.parametrize("layout", ["DS", "SD"])
-@_settings(5)
+@_settings(4)
 @hypothesis.given(case=_structure(_KERNEL_DTYPES, 16))
 def test_interpreted_kernel_agrees_with_the_oracle_on_any_structure(layout: str, case: Case) -> None:
     _check_structure("interpret", case, layout)
