@@ -73,8 +73,9 @@ def _run_step(
     ]
     inputs = _requests(num_reqs, entry.num_spec)
     tables = 1 + np.arange(num_reqs * _COLUMNS, dtype=np.int32).reshape(num_reqs, _COLUMNS)
-    pool_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(states))
-    print(f"{num_blocks} blocks, {pool_bytes / 2**20:.0f} MiB of state in {len(jax.tree.leaves(states))} pools")
+    num_pools = len(jax.tree.leaves(states))
+    mib = sum(leaf.nbytes for leaf in jax.tree.leaves(states)) / 2**20
+    print(f"{num_blocks} blocks of {_BLOCK_SIZE} tokens, {mib:.0f} MiB of state in {num_pools} pools")
 
     options = {"block_size": _BLOCK_SIZE, "conv_layout": layout}
     want_states, want_counter = postprocess_mamba_ref(states, inputs, tables, **options)
@@ -143,7 +144,7 @@ def _print_requests(inputs: PostprocessInputs, tables: np.ndarray, steps: Sequen
         print(f"{row:>7}  {accepted:>8}  {boundary:>8}  {offset:>6}  {conv:>8}  {temporal:>8}  {counter}")
     if shown < len(steps):
         print(f"    ... and {len(steps) - shown} more")
-    print("('conv' and 'temporal' are source block -> destination block)\n")
+    print("('conv' and 'temporal' are source block -> destination block; with '-' no state is copied)\n")
 
 
 def _bytes_moved(shapes: LayerStateShapes, steps: Sequence[RowStep], *, state_len: int) -> int:

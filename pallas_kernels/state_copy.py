@@ -40,10 +40,11 @@ def postprocess_mamba(
     For use in align mode (prefix caching of Mamba state) after speculative tokens were verified. A
     row crosses when its accepted tokens reach a multiple of `block_size`; then the conv window,
     shifted to that boundary, and the temporal checkpoint of that boundary are copied into the
-    boundary's block, in all layers, in one launch and without a host sync. A copy is skipped where
-    a column it uses lies outside the table or an id outside the pool; nothing out of range is
-    read or written. Results are defined when no block that a row writes is read or written by
-    another row, and every byte outside the destinations stays as it was.
+    boundary's block, in all layers, in one launch and without a host sync. Of several boundaries
+    only the last is saved. A copy is skipped where a column it uses lies outside the table or an id
+    outside the pool; nothing out of range is read or written. Results are defined when no block that
+    a row writes is read or written by another row, and every byte outside the destinations stays as
+    it was.
 
     Dims: S = slots, B = batch, G = groups, C = columns, N = num_blocks, D = dim, L = state_len.
 
@@ -78,7 +79,8 @@ def postprocess_mamba(
         something other than MambaStates.
       ValueError: a static is out of range; one of the two optional counts is missing; an array
         appears twice in `states`; `interpret` with "xla".
-      NotImplementedError: the kernel was named and cannot run, with the reason; `vmap`.
+      NotImplementedError: the kernel was named, and a leaf or the GPU rules it out, with the reason;
+        `vmap`. Compiled for another kind of device, the named kernel gives JAX's own ValueError.
 
     The semantics are those of vLLM's `postprocess_mamba_fused_kernel` (vllm-project/vllm#45473).
     """
@@ -145,7 +147,8 @@ def preprocess_mamba(
       AssertionError (contract): an argument has the wrong rank, shape or type, or `states` holds
         something other than MambaStates.
       ValueError: a static is out of range; an array appears twice in `states`; `interpret` with "xla".
-      NotImplementedError: the kernel was named and cannot run, with the reason; `vmap`.
+      NotImplementedError: the kernel was named, and a leaf or the GPU rules it out, with the reason;
+        `vmap`. Compiled for another kind of device, the named kernel gives JAX's own ValueError.
 
     The semantics are those of vLLM's pre-copy (vllm-project/vllm#49291).
     """
@@ -211,7 +214,8 @@ def copy_mamba_blocks(
       AssertionError (contract): an argument has the wrong rank, shape or type, or `states` holds
         something other than MambaStates.
       ValueError: a static is out of range; an array appears twice in `states`; `interpret` with "xla".
-      NotImplementedError: the kernel was named and cannot run, with the reason; `vmap`.
+      NotImplementedError: the kernel was named, and a leaf or the GPU rules it out, with the reason;
+        `vmap`. Compiled for another kind of device, the named kernel gives JAX's own ValueError.
     """
     options = make_options(conv_layout, null_block_id, implementation, interpret, config)
     assert_mamba_states(states, conv_layout=options.conv_layout)

@@ -133,7 +133,7 @@ class ShiftedRows:
 class WholeBlocks:
     """SD blocks whose rows are no whole number of copy units.
 
-    No tile of theirs is independent of its neighbours, so one thread block walks the whole block
+    No tile of theirs is independent of its neighbours, so one warpgroup walks the whole block
     from front to back. Real models have no such shapes; they are slow, but right.
 
     Attributes:

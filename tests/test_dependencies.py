@@ -4,6 +4,7 @@ No Bazel target runs this file, since it reads the whole tree, as tests/test_bui
 """
 
 import ast
+import importlib.util
 import re
 import sys
 import tomllib
@@ -110,3 +111,17 @@ def test_every_dependency_has_a_floor_and_a_comment_before_it() -> None:
             assert commented, f"nothing says why {line} has its bounds"
         elif line == "]":
             commented = False
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "extra"),
+    [("pallas_kernels.serving.mamba2", "flax", "serving"), ("pallas_kernels.bench.plot", "matplotlib.axes", "plot")],
+)
+def test_missing_package_is_said_with_the_extra_that_brings_it(
+    module: str, missing: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(missing, reason=f"The message can be tested where {missing} is installed.")
+    spec = importlib.util.find_spec(module)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ModuleNotFoundError, match=f"install mamba-state-pallas with its extra '{extra}'"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

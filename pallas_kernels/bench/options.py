@@ -64,7 +64,7 @@ def check_output_options(parser: argparse.ArgumentParser, args: argparse.Namespa
         try:
             import matplotlib  # noqa: F401
         except ImportError:
-            parser.error("--plot needs matplotlib: pip install 'mamba-state-pallas[plot]'")
+            parser.error("--plot needs matplotlib: install mamba-state-pallas with its extra 'plot'")
 
 
 def write_outputs(args: argparse.Namespace, content: dict[str, Any]) -> None:

@@ -10,8 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    message = "pallas_kernels.bench.plot needs matplotlib: install mamba-state-pallas with its extra 'plot'"
+    raise ModuleNotFoundError(message, name=error.name) from error
 
 type Rows = Sequence[dict[str, Any]]
 

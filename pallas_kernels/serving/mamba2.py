@@ -6,12 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from mamba2_jax import Mamba2Cache, Mamba2Config, create_random_model
 
 from layouts import ConvStateLayout, LayerStateShapes, mamba2_state_shapes
 from pallas_kernels.serving.model import Cache
+
+try:
+    from flax import nnx
+    from mamba2_jax import Mamba2Cache, Mamba2Config, create_random_model
+except ModuleNotFoundError as error:
+    message = "pallas_kernels.serving needs mamba2-jax: install mamba-state-pallas with its extra 'serving'"
+    raise ModuleNotFoundError(message, name=error.name) from error
 
 SIZES = {
     "tiny": Mamba2Config(
