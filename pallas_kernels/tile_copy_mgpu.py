@@ -175,7 +175,9 @@ def copy_whole_block(tiling: WholeBlocks, copy: TileCopy) -> None:
                 is_moved=lambda i: i < num_moved - start,
             )
             copy.store(start, size, tiling.destination_start)
-            free_stage()
+            plgpu.commit_smem_to_gmem_group()
+            # Within one block the last step's source may begin in what the steps before it wrote.
+            plgpu.wait_smem_to_gmem(0)
 
     @pl.loop(jnp.int32(0), jnp.int32(num_tiles(tiling.extent, tiling.tile)))
     def _walk(tile: jax.Array) -> None:

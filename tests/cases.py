@@ -198,6 +198,16 @@ CASES = [
     Case(
         "rows_not_aligned_in_many_steps", (Layer(Conv(330, 8, F16), Temporal((8,))),), block_size=4, config=_SMALL_STAGE
     ),
+    Case(
+        "rows_not_aligned_with_a_short_last_step",
+        (Layer(Conv(200, 4, I8)),),
+        operation="copy",
+        batch=3,
+        tables="aliased",
+        config=_SMALL_STAGE,
+        layouts=("SD",),
+        seed=3,
+    ),
     Case("eight_byte_types", (Layer(Conv(10, 4, I64), Temporal((3, 2), F64)),), x64=True),
     Case(
         "mixed_types_and_geometries",
