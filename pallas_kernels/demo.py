@@ -73,9 +73,9 @@ def _run_step(
     ]
     inputs = _requests(num_reqs, entry.num_spec)
     tables = 1 + np.arange(num_reqs * _COLUMNS, dtype=np.int32).reshape(num_reqs, _COLUMNS)
-    num_pools = len(jax.tree.leaves(states))
-    mib = sum(leaf.nbytes for leaf in jax.tree.leaves(states)) / 2**20
-    print(f"{num_blocks} blocks of {_BLOCK_SIZE} tokens, {mib:.0f} MiB of state in {num_pools} pools")
+    pools = jax.tree.leaves(states)
+    mib = sum(leaf.nbytes for leaf in pools) / 2**20
+    print(f"{num_blocks} blocks of {_BLOCK_SIZE} tokens, {mib:.0f} MiB of state in {len(pools)} pools")
 
     options = {"block_size": _BLOCK_SIZE, "conv_layout": layout}
     want_states, want_counter = postprocess_mamba_ref(states, inputs, tables, **options)

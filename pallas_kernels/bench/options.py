@@ -62,9 +62,9 @@ def check_output_options(parser: argparse.ArgumentParser, args: argparse.Namespa
             parser.error(f"the folder of {file} does not exist")
     if args.plot:
         try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            parser.error("--plot needs matplotlib: install mamba-state-pallas with its extra 'plot'")
+            import pallas_kernels.bench.plot  # noqa: F401
+        except ModuleNotFoundError as error:
+            parser.error(f"--plot: {error}")
 
 
 def write_outputs(args: argparse.Namespace, content: dict[str, Any]) -> None:
